@@ -6,8 +6,8 @@ plain generation, exact speculation with a surrogate of the block, the paper's c
 assisted generation with the surrogate chain. Each process has one thread of torch.
 
 Cases: an FFN (one round trip for a token) and a whole layer (two) of the default model, whose local part takes tens of
-milliseconds for a token on a CPU; and of a small model with random weights, whose local part takes about as long as the link, as
-that of a large model on a GPU does.
+milliseconds for a token on a CPU; and of a small model with random weights, whose local part takes about as long as the link,
+as that of a large model on a GPU does.
 
     python -m benchmarks.zoo_surrogates     # first: makes the surrogates of the default model
     python -m benchmarks.zoo_speculation    # about 6 minutes on 2 cores, as root

@@ -140,7 +140,7 @@ def test_cosine_mode_keeps_outputs_that_are_near_and_replaces_others(model, ids)
 
 def test_it_stops_at_the_end_token_and_streams_each_token_once(model, ids):
     piece = Piece.parse("ffn 1")
-    speculation = Speculation(piece, nearly(model, piece))
+    surrogate = nearly(model, piece)
     plain = generate(model, ids).sequences[0]
     end = int(plain[12])
     streamed: list[int] = []
@@ -155,7 +155,7 @@ def test_it_stops_at_the_end_token_and_streams_each_token_once(model, ids):
 
     options = {"max_new_tokens": NEW, "eos_token_id": end, "pad_token_id": 0, "do_sample": False}
     slow(model, piece, ARRIVALS["late"])
-    found = model.generate(ids, custom_generate=speculation, streamer=Streamer(), **options)
+    found = model.generate(ids, custom_generate=Speculation(piece, surrogate, streamer=Streamer()), **options)
     assert found[0].tolist() == plain[: plain.tolist().index(end, 7) + 1].tolist()
     assert streamed == [*found[0].tolist(), -1]
 

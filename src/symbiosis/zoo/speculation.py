@@ -55,13 +55,23 @@ class Speculation:
     """
 
     def __init__(
-        self, piece: Piece, surrogate: nn.Module, *, mode: str = "exact", window: int = 3, min_cosine: float = 0.95
+        self,
+        piece: Piece | str,
+        surrogate: nn.Module,
+        *,
+        mode: str = "exact",
+        window: int = 3,
+        min_cosine: float = 0.95,
+        streamer: Any = None,
     ) -> None:
+        """`streamer` is that of transformers, which `generate` does not hand to a loop of one's own."""
         if mode not in MODES:
             raise CannotSpeculate(f"mode={mode!r:.60}: expected one of {', '.join(MODES)}")
         if not isinstance(window, int) or not 2 <= window <= 64:
             raise CannotSpeculate(f"window={window!r:.60}: expected 2 to 64 rows")
-        self.piece, self.surrogate, self.mode, self.window, self.min_cosine = piece, surrogate, mode, window, min_cosine
+        self.piece = Piece.parse(piece) if isinstance(piece, str) else piece
+        self.surrogate, self.mode, self.window, self.min_cosine = surrogate, mode, window, min_cosine
+        self.streamer = streamer
         self.report = SpeculationReport()
 
     @torch.no_grad()
@@ -72,8 +82,6 @@ class Speculation:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        streamer: Any = None,
-        synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """What `generate` calls. Raises `CannotSpeculate`."""
@@ -90,13 +98,15 @@ class Speculation:
             first = outputs.logits[:, -1]
             step = _Step(model, block, cache, input_ids, model_kwargs)
             draw = _Draw(logits_processor, do_sample=bool(generation_config.do_sample))
-            loop = _Loop(self, step, draw, stopping_criteria, streamer)
+            loop = _Loop(self, step, draw, stopping_criteria)
+            if self.streamer is not None:
+                self.streamer.put(input_ids.cpu())
             sequence = loop.run(input_ids, first)
             computed = step.context + sequence.shape[1] - 1  # as after plain generation
             step.crop(computed)
             block.take_true_cache(cache, computed)
-        if streamer is not None:
-            streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequence, past_key_values=cache)
         return sequence
@@ -111,8 +121,6 @@ class Speculation:
             wrong = name
         elif "prepare_inputs_for_generation" in vars(model) or model_kwargs.get("inputs_embeds") is not None:
             wrong = "prompt tuning or embedded inputs"
-        elif model_kwargs.get("assistant_model") is not None or config.prompt_lookup_num_tokens:
-            wrong = "drafts of another kind"
         elif self.piece.kind is not PieceKind.FFN and (cache := model_kwargs.get("past_key_values")) and cache.get_seq_length():
             wrong = f"a cache that holds tokens already, at {self.piece}: use it with an FFN, or start anew"
         if wrong is not None:
@@ -201,17 +209,10 @@ class _Loop:
     `rows` are tokens whose outputs are not settled: the first is known to be right, the others are drafts.
     """
 
-    def __init__(
-        self, speculation: Speculation, step: _Step, draw: _Draw, stopping: StoppingCriteriaList, streamer: Any
-    ) -> None:
+    def __init__(self, speculation: Speculation, step: _Step, draw: _Draw, stopping: StoppingCriteriaList) -> None:
         self._mode, self._window, self._min_cosine = speculation.mode, speculation.window, speculation.min_cosine
-        self._report, self._step, self._draw, self._stopping, self._streamer = (
-            speculation.report,
-            step,
-            draw,
-            stopping,
-            streamer,
-        )
+        self._report, self._step, self._draw = speculation.report, step, draw
+        self._stopping, self._streamer = stopping, speculation.streamer
 
     def run(self, sequence: Tensor, first_logits: Tensor) -> Tensor:
         self._sequence, self._is_done = sequence, False
