@@ -50,8 +50,8 @@ class Plan:
     """1 is one of those that zoo.md found critical."""
     kinds: tuple[str, ...] = ("ffn", "attention", "layer")
     keep: float = 0.5
-    tokens: int = 40_960
-    held_out: int = 4_096
+    tokens: int = 32_768
+    held_out: int = 3_072
     seconds: float = 40.0
     """Of training, for each surrogate."""
     threads: int = 2
