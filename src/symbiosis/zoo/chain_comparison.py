@@ -102,7 +102,7 @@ def time_shares(
         names = _FFN_NORMS if piece.kind is PieceKind.FFN else _ATTENTION_NORMS
         norm = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
     first = next(true.parameters())
-    found = {}
+    found = dict[int, dict[str, float]]()
     for count in rows:
         x = torch.randn(1, count, _width(model), dtype=first.dtype, device=first.device)
         arguments = _arguments(model, piece, x)

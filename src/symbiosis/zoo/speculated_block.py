@@ -84,7 +84,7 @@ class SpeculatedBlock(nn.Module):
         cache.layers[self._piece.layer] = self._true_cache.layers[self._piece.layer]
 
     def _crop(self, length: int) -> None:
-        layer = self._true_cache.layers[self._piece.layer]
+        layer: Any = self._true_cache.layers[self._piece.layer]
         if (spare := layer.get_seq_length() - length) > 0:
             layer.crop(-spare)
 

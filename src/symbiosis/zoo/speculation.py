@@ -87,12 +87,13 @@ class Speculation:
         """What `generate` calls. Raises `CannotSpeculate`."""
         self._check(model, input_ids, generation_config, model_kwargs)
         self.report = SpeculationReport()
+        loaded: Any = model
         path = module_path(model, self.piece)
         with (
             SpeculatedBlock(self.piece, model.get_submodule(path), self.surrogate, self.window) as block,
             _replaced(model, path, block),
         ):
-            outputs = model._prefill(input_ids, generation_config, model_kwargs)
+            outputs = loaded._prefill(input_ids, generation_config, model_kwargs)
             cache = outputs.past_key_values
             _check_cache(cache)
             first = outputs.logits[:, -1]
@@ -145,9 +146,7 @@ def _replaced(model: nn.Module, path: str, block: nn.Module) -> Iterator[None]:
 class _Step:
     """Passes of the model over new rows. Positions are those of the cache."""
 
-    def __init__(
-        self, model: PreTrainedModel, block: SpeculatedBlock, cache: Cache, input_ids: Tensor, model_kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: Any, block: SpeculatedBlock, cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
         self._model, self.block, self.cache, self._device = model, block, cache, input_ids.device
         self.length = int(cache.get_seq_length())
         """Rows in the cache."""

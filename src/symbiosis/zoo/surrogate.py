@@ -86,7 +86,7 @@ def make_surrogates(
     report("measuring what matters", 0, 1)
     chosen = ids_ST[:: max(1, len(ids_ST) // _SENSITIVITY_SEQUENCES)][:_SENSITIVITY_SEQUENCES]
     sensitivity = output_sensitivity(model, pieces[0].layer, chosen)
-    pruned, small, errors = {}, {}, {}
+    pruned, small, errors = dict[Piece, nn.Module](), dict[Piece, nn.Module](), dict[Piece, list[float]]()
     for piece, true in trues.items():
         report(f"pruning {piece}", 0, 1)
         pruned[piece] = prune(piece, true, known, keep)
@@ -96,7 +96,7 @@ def make_surrogates(
     found = compare_chains(model, candidates, held_out_ST, progress=lambda done, total: report("comparing", done, total))
     count = min(len(held_out_ST), _BATCH)
     held_out = record(model, pieces, held_out_ST[:count], batch=count)
-    made = {}
+    made = dict[Piece, MadeSurrogate]()
     for number, (piece, true) in enumerate(trues.items()):
         sizes = [sum(p.numel() for p in module.parameters()) for module in (small[piece], true)]
         made[piece] = MadeSurrogate(small[piece], SurrogateReport(
