@@ -160,10 +160,11 @@ def run(plan: Plan, folder: Path = FOLDER, zoo_folder: Path = ZOO, budget_s: flo
         name: {"characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in written.items()
     }
     ids, model = token_ids(zoo, plan, written), zoo.load(MODEL).requires_grad_(False)
+    made = 0
     for layer in plan.layers:
-        if str(layer) in figures["seconds"] or time.monotonic() - started > budget_s:
+        if str(layer) in figures["seconds"] or (made and time.monotonic() - started > budget_s):
             continue
-        began = time.monotonic()
+        began, made = time.monotonic(), made + 1
         figures["surrogates"] |= run_layer(zoo, plan, model, ids, layer)
         figures["seconds"][str(layer)] = time.monotonic() - began
         show({name: each for name, each in figures["surrogates"].items() if name.endswith(f" {layer}")})
@@ -209,7 +210,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a random toy model, for the tests")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no layer after so long")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no further layer after so long")
     parser.add_argument("--zoo", type=Path, default=ZOO, help="where the surrogates are kept")
     parser.add_argument("--out", type=Path, default=FOLDER)
     chosen = parser.parse_args(arguments)
