@@ -44,7 +44,7 @@ def test_training_brings_a_pruned_block_nearer_to_the_true_one(model, ids, name)
     small = prune(piece, true, known, 0.5)
     sizes = [sum(p.numel() for p in module.parameters() if p.dim() == 2) for module in (small, true)]
     assert sizes[0] == sizes[1] / 2
-    errors = train(piece, small, known[piece], QUICK, output_sensitivity(model, piece.layer, ids[:8]))
+    errors = train(piece, small, true, known[piece], QUICK, output_sensitivity(model, piece.layer, ids[:8]))
     assert errors[-1] < 0.9 * errors[0]
 
 

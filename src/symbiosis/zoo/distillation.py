@@ -40,6 +40,8 @@ class Training:
     learning_rate: float = 1e-3
     rows: int = 2048
     """Of one step."""
+    mixed: float = 0.5
+    """Share of the inputs that are drawn towards another one, at most half of the way: the true block labels them."""
     sensitivity: float = 0.9
     """Share of the loss that counts directions by the sensitivity of the model's output."""
     seed: int = 0
@@ -129,6 +131,7 @@ def _fit(small: Any, last: nn.Linear, piece: Piece, known: Activations) -> float
 def train(
     piece: Piece,
     small: nn.Module,
+    true: nn.Module,
     known: Activations,
     training: Training,
     sensitivity_DD: Tensor | None = None,
@@ -164,6 +167,13 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         x, y, scale = inputs[chosen], outputs[chosen], norms[chosen].reciprocal()[..., None]
+        mixed = int(training.mixed * size)
+        if mixed:  # recorded rows are few: between them the true block itself says what is right
+            with torch.no_grad():
+                way = 0.5 * torch.rand(mixed, *[1] * (x.dim() - 1), generator=generator).to(x)
+                others = inputs[torch.randint(len(inputs), (mixed,), generator=generator)]
+                x = torch.cat([x[:mixed].lerp(others, way), x[mixed:]])
+                y = added(piece, true, x, known.arguments)
         error, whole = (added(piece, small, x, known.arguments) - y) * scale, y * scale
         if metric is not None:
             error, whole = error @ metric, whole @ metric

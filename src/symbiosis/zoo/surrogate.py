@@ -91,7 +91,7 @@ def make_surrogates(
         report(f"pruning {piece}", 0, 1)
         pruned[piece] = prune(piece, true, known, keep)
         small[piece] = smaller_copy(pruned[piece], {name: tensor.detach() for name, tensor in pruned[piece].named_parameters()})
-        errors[piece] = train(piece, small[piece], known[piece], training, sensitivity, report)
+        errors[piece] = train(piece, small[piece], true, known[piece], training, sensitivity, report)
     candidates = [*pruned.items(), *small.items()]
     found = compare_chains(model, candidates, held_out_ST, progress=lambda done, total: report("comparing", done, total))
     count = min(len(held_out_ST), _BATCH)
