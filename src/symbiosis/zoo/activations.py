@@ -124,7 +124,7 @@ def output_sensitivity(model: nn.Module, layer: int, ids_ST: Tensor, *, batch: i
                 logits = model(input_ids=ids_ST[start : start + batch], use_cache=False).logits.float().flatten(0, 1)
                 scores = torch.log_softmax(logits, -1)
                 tokens = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
-                scores.gather(1, tokens).sum().backward()
+                scores.gather(1, tokens).sum().backward()  # type: ignore[no-untyped-call]
             hidden = held.pop()
             assert hidden.grad is not None
             scaled = (hidden.grad * hidden.detach().norm(dim=-1, keepdim=True)).flatten(0, 1).float()

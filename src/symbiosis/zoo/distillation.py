@@ -179,7 +179,7 @@ def train(
             error, whole = error @ metric, whole @ metric
         loss = error.square().sum() / whole.square().sum()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         recent.append(loss.detach())
         step += 1
