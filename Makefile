@@ -137,6 +137,8 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2 hours on 2 cores
 	$(BIN)/python -m benchmarks.sharding
 	$(BIN)/python -m benchmarks.network
 	$(BIN)/python -m benchmarks.plan_memory
+	$(BIN)/python -m benchmarks.zoo_surrogates
+	$(BIN)/python -m benchmarks.zoo_speculation
 	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
 	$(BIN)/python -m benchmarks.kv_copies --cpu

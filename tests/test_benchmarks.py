@@ -47,6 +47,8 @@ from benchmarks import (
     token_draw,
     wire_compression,
     zoo_simulation,
+    zoo_speculation,
+    zoo_surrogates,
 )
 from benchmarks.http_load import benchmark as http_load
 from benchmarks.results import compared
@@ -309,3 +311,21 @@ def test_plans_are_compared_with_measured_memory(tmp_path):
     record = json.loads((tmp_path / "plan-memory.json").read_text())
     assert [run["role"] for run in record["runs"]] == ["executor", "tenant"]
     assert all(run["measured_bytes"] > 0 for run in record["runs"])
+
+
+def test_surrogates_are_made_and_measured_in_pieces(tmp_path):
+    arguments = ["--tiny", "--out", str(tmp_path), "--zoo", str(tmp_path / "zoo" / "here")]
+    zoo_surrogates.main(arguments)
+    first = json.loads((tmp_path / "zoo_surrogates.json").read_text())
+    assert set(first["surrogates"]) == {"ffn 1", "attention 1", "layer 1"}
+    assert (tmp_path / "zoo_surrogates.png").is_file()
+    zoo_surrogates.main(arguments)  # nothing is left to do
+    assert json.loads((tmp_path / "zoo_surrogates.json").read_text())["surrogates"] == first["surrogates"]
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_speculation_over_a_link_has_the_same_tokens(tmp_path):
+    zoo_speculation.main(["--tiny", "--out", str(tmp_path)])
+    (cell,) = json.loads((tmp_path / "zoo_speculation.json").read_text())["runs"]
+    assert cell["same_tokens"] == cell["tokens"] == 8
+    assert (tmp_path / "zoo_speculation.png").is_file()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from symbiosis.version import VERSION
 
 __version__ = VERSION
-__all__ = ["Engine", "Executor", "Sampling", "Studio", "accumulate_gradients", "connect", "errors"]
+__all__ = ["Engine", "Executor", "Sampling", "Studio", "accumulate_gradients", "connect", "connect_blocks", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
-    from symbiosis.app.connect import connect
+    from symbiosis.app.connect import connect, connect_blocks
     from symbiosis.app.executor import Executor
     from symbiosis.app.micro_batches import accumulate_gradients
     from symbiosis.app.studio import Studio
@@ -27,6 +27,7 @@ _HOMES = {
     "Studio": "symbiosis.app.studio",
     "accumulate_gradients": "symbiosis.app.micro_batches",
     "connect": "symbiosis.app.connect",
+    "connect_blocks": "symbiosis.app.connect",
 }
 
 

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 from symbiosis.app.executor import Executor
 from symbiosis.errors import BadAddress, SymbiosisError
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
-from symbiosis.split.client.assemble import MODES, assemble
+from symbiosis.split.client.assemble import MODES, assemble, attach
 from symbiosis.transport.addresses import address_scheme, not_an_address
 from symbiosis.transport.base import Link
 from symbiosis.transport.shm import ShmLink
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.transport.wire_format import WireFormat
+from symbiosis.zoo.block_modules import Piece, module_path
 
 _LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLink}
 
@@ -63,6 +64,39 @@ def connect(
         link, welcome = opened, opened.welcome
     try:
         return assemble(link, welcome, place, mode, own_dtype)
+    except BaseException:
+        link.close()
+        raise
+
+
+def connect_blocks(
+    model: PreTrainedModel,
+    blocks: Sequence[str],
+    address: str | Sequence[str] | Executor,
+    *,
+    token: str | None = None,
+    wire: str = "exact",
+    name: str | None = None,
+    grace_s: float = 60.0,
+) -> PreTrainedModel:
+    """A copy of a local model of which some blocks run in an executor that serves the same model.
+
+    `blocks` are names as those of a zoo: `ffn 12`, `attention 12` (its projections; the KV cache stays here) or `layer 12`.
+    The copy shares all tensors with `model`, and has `symbiosis` as a connected model. The other options are those of
+    `connect`. Raises `CannotSplit` if the executor serves other weights.
+    """
+    paths = [module_path(model, Piece.parse(block)) for block in blocks]
+    wire_format, hello = WireFormat.parse(wire), {"name": name or ""}
+    link: Link
+    if isinstance(address, Executor):
+        _require_exact(wire_format, "an executor of this process")
+        link = address.link(hello)
+        welcome: dict[str, Any] = {"limits": address.limits.to_json()}
+    else:
+        opened = _open_link(address, wire_format, token=token, hello=hello, grace_s=grace_s)
+        link, welcome = opened, opened.welcome
+    try:
+        return attach(link, welcome, model, paths)
     except BaseException:
         link.close()
         raise

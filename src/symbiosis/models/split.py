@@ -140,7 +140,7 @@ def _host(module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> HostedL
         experts, in_width, out_width, expert_call = shape.experts, shape.in_width, shape.out_width, shape.call
     shapes = tuple((name, tuple(w.shape)) for name, w in weights.items())
     spec = LayerSpec(
-        handle=0, identity=_identity(kind.value, weights), kind=kind, paths=paths,
+        handle=0, identity=weights_identity(kind.value, weights), kind=kind, paths=paths,
         in_width=in_width, out_width=out_width, weights=shapes, experts=experts, expert_call=expert_call,
     )  # fmt: skip
     if kind is LayerKind.EXPERTS:
@@ -151,7 +151,8 @@ def _host(module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> HostedL
     return HostedLayer(spec, weights, bias=None if bias is None else bias.detach())
 
 
-def _identity(kind: str, weights: dict[str, Tensor]) -> str:
+def weights_identity(kind: str, weights: dict[str, Tensor]) -> str:
+    """The identity of a hosted layer: equal where kind, names, dtypes, shapes and values are."""
     digest = hashlib.sha256(kind.encode())
     for name, weight in weights.items():
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
@@ -197,7 +198,7 @@ def _host_blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.
             digest.update(identities[child].encode())
             bias = getattr(child, "bias", None)
             if bias is not None:
-                digest.update(_identity("bias", {"bias": bias.detach()}).encode())
+                digest.update(weights_identity("bias", {"bias": bias.detach()}).encode())
         spec = LayerSpec(
             handle=0, identity=digest.hexdigest(), kind=LayerKind.BLOCK, paths=paths,
             in_width=shape.in_width, out_width=shape.out_width, train_safe=shape.train_safe,
@@ -228,7 +229,7 @@ def _host_norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLa
         shape = probed[structure]
         if shape is None or shape.out_width != width or not shape.train_safe:
             continue
-        identity = _identity(repr(structure), {name: weight.detach() for name, weight in weights.items()})
+        identity = weights_identity(repr(structure), {name: weight.detach() for name, weight in weights.items()})
         spec = LayerSpec(
             handle=handle, identity=identity, kind=LayerKind.NORM, paths=paths, in_width=width, out_width=width
         )  # fmt: skip

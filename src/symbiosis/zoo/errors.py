@@ -19,3 +19,15 @@ class NotAdmitted(SymbiosisError, code="not_admitted"):
 
 class ZooFull(BadZoo, code="zoo_full"):
     """The disk of the zoo has no space left: nothing was added."""
+
+
+class UnknownBlock(SymbiosisError, code="unknown_block"):
+    """The model has no block of this name."""
+
+
+class NoSurrogate(SymbiosisError, code="no_surrogate"):
+    """A block cannot have this surrogate, or has none: another architecture, nothing left to keep, no text."""
+
+
+class CannotSpeculate(SymbiosisError, code="cannot_speculate"):
+    """This generation cannot speculate at a block: several sequences, an option or a cache that it does not support."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from symbiosis.zoo.errors import BadZoo
 from symbiosis.zoo.partition import BlockKind, BlockPlace
@@ -32,6 +33,17 @@ class ChainBlock:
     object: StoredObject
 
 
+@dataclass(frozen=True, slots=True)
+class StoredSurrogate:
+    """A smaller block that stands in for blocks of the chain (`surrogate`)."""
+
+    object: StoredObject
+    stands_for: tuple[str, ...]
+    """Hashes of those blocks."""
+    figures: dict[str, float]
+    """What was measured when it was made."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelManifest:
     name: str
@@ -41,11 +53,14 @@ class ModelManifest:
     adapter: dict[str, StoredObject] = field(default_factory=dict)
     """The files of a PEFT adapter on the chain, if it has one."""
     provenance: dict[str, str] = field(default_factory=dict)
+    surrogates: dict[str, StoredSurrogate] = field(default_factory=dict)
+    """By what they stand for, such as `ffn 12`."""
 
     @property
     def objects(self) -> list[StoredObject]:
         """All, in the order of the chain; an object may be there several times."""
-        return [each.object for each in self.chain] + [*self.files.values(), *self.adapter.values()]
+        surrogates = [each.object for each in self.surrogates.values()]
+        return [each.object for each in self.chain] + [*self.files.values(), *self.adapter.values(), *surrogates]
 
     @property
     def size(self) -> int:
@@ -56,7 +71,8 @@ class ModelManifest:
         chain = [[str(each.place.kind), each.place.layer, each.object.sha256, each.object.size] for each in self.chain]
         files, adapter = ({name: asdict(each) for name, each in part.items()} for part in (self.files, self.adapter))
         content = {"format": FORMAT, "name": self.name, "chain": chain, "files": files, "adapter": adapter}
-        return json.dumps({**content, "provenance": self.provenance}, indent=1).encode()
+        surrogates = {name: asdict(each) for name, each in self.surrogates.items()}
+        return json.dumps({**content, "provenance": self.provenance, "surrogates": surrogates}, indent=1).encode()
 
     @staticmethod
     def decode(raw: bytes, name: str) -> ModelManifest:
@@ -71,15 +87,22 @@ class ModelManifest:
             )
             files, adapter = (_files(found[part]) for part in ("files", "adapter"))
             provenance = {str(key)[:100]: str(value)[:1000] for key, value in found["provenance"].items()}
+            surrogates = {str(key)[:100]: _surrogate(each) for key, each in found.get("surrogates", {}).items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise BadZoo(f"the manifest of {name} cannot be read: expected one that `symbiosis zoo add` wrote") from None
-        return ModelManifest(name=name, chain=chain, files=files, adapter=adapter, provenance=provenance)
+        return ModelManifest(name=name, chain=chain, files=files, adapter=adapter, provenance=provenance, surrogates=surrogates)
 
 
 def _files(found: dict[str, dict[str, object]]) -> dict[str, StoredObject]:
     if any(_FILE.fullmatch(name) is None for name in found):
         raise ValueError
     return {name: _object(each["sha256"], each["size"]) for name, each in found.items()}
+
+
+def _surrogate(found: dict[str, Any]) -> StoredSurrogate:
+    stands_for = tuple(str(each)[:64] for each in found["stands_for"])
+    figures = {str(key)[:100]: float(value) for key, value in found["figures"].items()}
+    return StoredSurrogate(_object(found["object"]["sha256"], found["object"]["size"]), stands_for, figures)
 
 
 def _object(sha256: object, size: object) -> StoredObject:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,9 +27,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from symbiosis.models.gguf import convert_gguf
 from symbiosis.zoo.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, Checkpoint, is_adapter, read_json
 from symbiosis.zoo.errors import BadZoo, NotAdmitted, UnknownZooModel
-from symbiosis.zoo.manifest import FORMAT, NAME, ChainBlock, ModelManifest, StoredObject
+from symbiosis.zoo.manifest import FORMAT, NAME, ChainBlock, ModelManifest, StoredObject, StoredSurrogate
 from symbiosis.zoo.object_folder import ObjectFolder, sync_folder
-from symbiosis.zoo.partition import name_in_model, partition
+from symbiosis.zoo.partition import BlockPlace, name_in_model, partition
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, and how much of how much."""
@@ -229,6 +229,18 @@ class Zoo:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise NotAdmitted(f"{source.name} {what} {first:.100}{more}: expected the whole model")
 
+    def add_surrogate(
+        self, name: str, piece: str, content: bytes, places: Sequence[BlockPlace], figures: dict[str, float]
+    ) -> StoredSurrogate:
+        """Keep a block that stands in for those at `places` of a model. It is removed with the model."""
+        with self._locked():
+            manifest = self.manifest(name)
+            stands_for = tuple(block.object.sha256 for block in manifest.chain if block.place in places)
+            stored = StoredSurrogate(self._objects.put(content), stands_for, figures)
+            changed = replace(manifest, surrogates={**manifest.surrogates, piece: stored})
+            self._objects.write_file(self._models / f"{name}.json", changed.encode())
+        return stored
+
     def remove(self, name: str) -> None:
         """Raises `UnknownZooModel`. Blocks that no other model has stay until `gc`."""
         with self._locked():
@@ -257,6 +269,7 @@ class Zoo:
         for manifest in manifests:
             places = {each.object.sha256: str(each.place) for each in manifest.chain}
             places |= {each.sha256: name for name, each in (manifest.files | manifest.adapter).items()}
+            places |= {each.object.sha256: f"surrogate of {name}" for name, each in manifest.surrogates.items()}
             lines += [f"{manifest.name}: {place} {wrong[sha256]}" for sha256, place in places.items() if sha256 in wrong]
         return lines
 
@@ -267,6 +280,10 @@ class Zoo:
         if not path.is_file():
             raise BadZoo(f"an object of the zoo is missing ({object.sha256[:12]}): `symbiosis zoo verify` says of which models")
         return path
+
+    def read(self, object: StoredObject) -> bytes:
+        """Raises `BadZoo`."""
+        return self._path(object).read_bytes()
 
     def tensors(self, manifest: ModelManifest) -> dict[str, Tensor]:
         """All tensors of a chain, by the names of the model. Those of equal blocks of other models are other objects."""

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from symbiosis.cli.commands import zoo_policies
 from symbiosis.cli.tables import print_fitting
+from symbiosis.cli.views.surrogates import show_surrogates
 
 if TYPE_CHECKING:
     from symbiosis.zoo.zoo import Progress as Report
@@ -126,8 +127,41 @@ def show(folder: Folder, name: Name) -> None:
         return table
 
     print_fitting(make, ("hash", "MB"))
+    if manifest.surrogates:
+        show_surrogates({piece: each.figures for piece, each in manifest.surrogates.items()})
     for key, value in sorted(manifest.provenance.items()):
         typer.echo(f"{key}: {value}")
+
+
+@app.command(epilog="Example: symbiosis zoo surrogate ./zoo base --block 'ffn 12' --text ./calibration.txt")
+def surrogate(
+    folder: Folder,
+    name: Name,
+    block: Annotated[str, typer.Option(help="'ffn N', 'attention N' or 'layer N'.", show_default=False)],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text: one part in eight is held out.", show_default=False)],
+    keep: Annotated[float, typer.Option(help="Share of the block's channels and heads.")] = 0.5,
+    tokens: Annotated[int, typer.Option(help="Most tokens of the text to use.", min=2560)] = 60_000,
+    seconds: Annotated[float, typer.Option(help="Most time for the training.", min=1.0)] = 120.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Make a smaller block that stands in for one that is slow to reach: pruned, then distilled from it."""
+    zoo = _open(folder)
+    with err.status("Loading"):
+        from symbiosis.models.device_dtype import resolve_device
+        from symbiosis.zoo.block_modules import Piece, module_path
+        from symbiosis.zoo.distillation import Training
+        from symbiosis.zoo.surrogate import check_keep, load_tokenizer, make_surrogates, read_text, store_surrogate, tokenize
+
+        piece, place = Piece.parse(block), resolve_device(device)
+        check_keep(keep)
+        content, tokenizer, model = read_text(text), load_tokenizer(zoo, name), zoo.load(name).to(place)
+        module_path(model, piece)
+        used, held_out = (ids.to(place) for ids in tokenize(tokenizer, content, tokens))
+    with _progress(f"Surrogate of {piece}") as report:
+        training = Training(seconds=seconds)
+        made = make_surrogates(model, [piece], used, held_out, keep=keep, training=training, report=report)[piece]
+    store_surrogate(zoo, name, piece, made)
+    show_surrogates({str(piece): made.report.figures})
 
 
 @app.command(epilog="Example: symbiosis zoo remove ./zoo my-fine-tune")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -14,7 +16,9 @@ from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.gpu import driver
 from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_weights, resolve_class
 from symbiosis.models.device_dtype import check_dtype
+from symbiosis.models.loading import shared_copy
 from symbiosis.models.patches.fused_ops import patch_fused_ops
+from symbiosis.models.split import weights_identity
 from symbiosis.planning.memory_check import check_fits
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
@@ -41,11 +45,7 @@ def assemble(
     """The connected model: a plain transformers model that holds no base weights. `dtype` is that of the client part."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        manifest = Manifest.from_json(link.request(Message(Kind.MANIFEST)).body)
-        limits = Limits.from_json(welcome["limits"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadMessage(f"the executor's description of its model is malformed: {error!r}") from error
+    manifest, limits = _read_manifest(link, welcome)
     check_dtype(manifest.dtype, device)
     model_class = link.model_class() or resolve_class(manifest.model_class)
     is_converted = dtype is not None and dtype is not getattr(torch, manifest.dtype)
@@ -83,6 +83,52 @@ def assemble(
     model.generate = MethodType(generate, model)  # a copy of the model has its own: methods are copied with their object
     model.save_pretrained = _cannot_save
     return model
+
+
+def attach(link: Link, welcome: dict[str, Any], model: PreTrainedModel, paths: Sequence[str]) -> PreTrainedModel:
+    """A copy of a local model, which shares its tensors, whose modules at these paths call the executor's layers.
+
+    Raises `CannotSplit` if the executor's layers there are not those of the model.
+    """
+    manifest, limits = _read_manifest(link, welcome)
+    if model.dtype is not getattr(torch, manifest.dtype):
+        raise CannotSplit(f"the executor computes in {manifest.dtype}, the local model in {model.dtype}: load it in that dtype")
+    inside = tuple(f"{path}." for path in paths)
+    layers = tuple(spec for spec in manifest.layers if any(f"{each}.".startswith(inside) for each in spec.paths))
+    for path in paths:
+        if not any(f"{each}.".startswith(f"{path}.") for spec in layers for each in spec.paths):
+            raise CannotSplit(f"the executor of {manifest.name} hosts no layer of {path}: is it another model?")
+    for spec in layers:
+        if spec.kind in (LayerKind.LINEAR, LayerKind.CONV1D):
+            weight = getattr(_submodule(model, spec.paths[0]), "weight", None)
+            if weight is None or weights_identity(spec.kind.value, {"weight": weight.detach()}) != spec.identity:
+                raise CannotSplit(f"{spec.paths[0]} of the executor is not that of the local model: expected equal weights")
+    session = ClientSession(link, replace(manifest, layers=layers), limits, type(model))
+    attached = shared_copy(model)
+    replace_hosted_layers(attached, session)
+    for module in attached.modules():
+        if isinstance(module, VirtualLinear | VirtualConv1D):
+            module.remember_bias()
+    attached.eval()
+    if model.device.type == "cpu":
+        enable_deferral(attached, session)
+    preallocate_caches(attached)
+    attached.symbiosis = session
+    return attached
+
+
+def _read_manifest(link: Link, welcome: dict[str, Any]) -> tuple[Manifest, Limits]:
+    try:
+        return Manifest.from_json(link.request(Message(Kind.MANIFEST)).body), Limits.from_json(welcome["limits"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadMessage(f"the executor's description of its model is malformed: {error!r}") from error
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise CannotSplit(f"the executor hosts {path}, which this model does not have") from None
 
 
 def _map(link: Link, welcome: dict[str, Any], limits: Limits, device: torch.device, mode: str) -> MappedWeights:
@@ -140,10 +186,7 @@ def replace_hosted_layers(model: nn.Module, session: ClientSession) -> CallGroup
     hosted = [spec for spec in session.manifest.layers if spec.kind is not LayerKind.NORM]
     blocks_last = sorted(hosted, key=lambda spec: spec.kind is LayerKind.BLOCK)
     for spec in blocks_last:
-        try:
-            module = model.get_submodule(spec.paths[0])
-        except AttributeError:
-            raise CannotSplit(f"the executor hosts {spec.paths[0]}, which this model does not have") from None
+        module = _submodule(model, spec.paths[0])
         if spec.kind is LayerKind.BLOCK:
             make_block(module, spec)
         elif spec.kind is LayerKind.EXPERTS:
