@@ -128,13 +128,22 @@ def install_lora_layers(
                 object.__setattr__(member, "symbiosis_fused", fused)
 
 
-def pack_projections(model: PreTrainedModel) -> int:
-    """Keep packed copies of the weights on a CPU, if they fit easily. Returns their bytes."""
+def pack_projections(model: PreTrainedModel, packed: dict[int, FusedProjection] | None = None) -> int:
+    """Keep packed copies of the weights on a CPU, if they fit easily. Returns their bytes.
+
+    `packed`: projections of other models that were packed, by the address of their weight. Shared weights share the copy. Those
+    of this model are added.
+    """
+    packed = {} if packed is None else packed
     projections = {id(each.symbiosis_fused): each.symbiosis_fused for each in model.modules() if isinstance(each, LoraLinear)}
-    num_bytes = sum(each.weight_OI.nbytes for each in projections.values())
-    if num_bytes > _MAX_PACKED_SHARE * available_memory():
-        return 0
-    return sum(each.pack() for each in projections.values())
+    new = {address: each for each in projections.values() if (address := each.weight_OI.data_ptr()) not in packed}
+    num_bytes = sum(each.weight_OI.nbytes for each in new.values())
+    is_small = num_bytes <= _MAX_PACKED_SHARE * available_memory()
+    num_packed = sum(each.pack() for each in new.values()) if is_small else 0
+    packed.update(new)
+    for each in projections.values():
+        each.share_packed(packed[each.weight_OI.data_ptr()])
+    return num_packed
 
 
 def _as_one(parts: Iterable[Tensor | None]) -> Tensor | None:
