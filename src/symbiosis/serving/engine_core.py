@@ -187,6 +187,11 @@ class EngineCore:
         return {name: version.hash for name, version in self._adapter_cache.registry.versions.items()}
 
     @property
+    def adapter_models(self) -> dict[str, str]:
+        """The model of each adapter's name, of several models."""
+        return self.chains.name_adapters(self._adapter_cache.registry)
+
+    @property
     def adapter_names(self) -> Collection[str]:
         return self._adapter_cache.registry.versions
 

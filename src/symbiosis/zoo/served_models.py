@@ -29,8 +29,8 @@ from symbiosis.zoo.zoo import Progress, Zoo
 
 _GENERATION = "generation_config.json"
 _SAME_RESULTS = {
-    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id",
+    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id",
 }  # fmt: skip
 """Config keys that a model's computation does not depend on. How it generates is in its generation config."""
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import UnknownAdapter
+from symbiosis.serving.lora.adapter_registry import AdapterRegistry
 
 StateKey: TypeAlias = tuple[Any, ...]
 
@@ -64,6 +65,12 @@ class ServedChains:
         """The hash of the chain that an adapter was made for: that of the name in its config, or the default."""
         named = {name.lower(): chain.hash for name, chain in self.by_name.items()}
         return named.get(adapter.base_model, self.default.hash)
+
+    def name_adapters(self, registry: AdapterRegistry) -> dict[str, str]:
+        """The model of each adapter's name; empty with a single model."""
+        names = {chain.hash: name for name, chain in reversed(self.by_name.items())}
+        chains = {name: registry.get(version.hash) for name, version in registry.versions.items()} if names else {}
+        return {name: names[record.chain] for name, record in chains.items() if record is not None}
 
     def count_request(self, hash: str, completions: int) -> None:
         self._counts[hash][0] += completions

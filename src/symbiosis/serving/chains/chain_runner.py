@@ -1,7 +1,8 @@
 """Computes batches of several chains. Each chain has a model runner of its own, over one KV cache.
 
-A batch of one chain is computed by its runner, as in an engine of that model alone. A batch of several chains runs through a grouped
-model (`grouped_module`): what they share is computed once for all their rows. Chains that share nothing run one after the other.
+A batch of one chain is computed by its runner, as in an engine of that model alone. A batch of several chains runs through
+a grouped model (`grouped_module`): what they share is computed once for all their rows. Chains that share nothing run one
+after the other.
 """
 
 from __future__ import annotations

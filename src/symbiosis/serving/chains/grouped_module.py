@@ -1,7 +1,7 @@
 """A model whose modules have a variant for each block: a batch of several chains runs through it in one pass.
 
-The model is that of one chain, with other modules in the places where chains differ. Modules that all chains share stay. A decoder
-layer is one place if its attention and its FFN are shared by the same chains. Otherwise its parts are.
+The model is that of one chain, with other modules in the places where chains differ. Modules that all chains share stay. A
+decoder layer is one place if its attention and its FFN are shared by the same chains. Otherwise its parts are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rows of a batch of several chains, grouped by the block that computes them.
 
-A group is a batch of its own: its sequences, their adapters and their keys and values. So the modules of a chain compute a group
-as they compute a batch of that chain alone, and rows of chains that share a block are one group there.
+A group is a batch of its own: its sequences, their adapters and their keys and values. So the modules of a chain compute a
+group as they compute a batch of that chain alone, and rows of chains that share a block are one group there.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class ModelRunner:
         adapters: ActiveAdapters | None = None,
         packed: dict[int, FusedProjection] | None = None,
     ) -> None:
-        """`parallel`, if the model is this shard's part of one. `adapters` and `packed` are shared with runners of other models.
+        """`parallel`, if the model is this shard's part of one.
+
+        `adapters` and `packed` are shared with runners of other models.
 
         Raises `CannotServe` if the model's results over a paged KV cache differ from its own.
         """

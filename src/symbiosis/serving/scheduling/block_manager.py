@@ -2,8 +2,8 @@
 
 Pure bookkeeping: blocks are numbers, the tensors belong to the model runner. A full block of computed tokens is hashed:
 SHA-256 of the cache salt, the hashes of adapter and chain and all tokens up to the block's end. A sequence that begins with
-the same tokens under the same salt, adapter and chain shares the block; no other sequence finds it. A hashed block without references
-stays cached until its memory is needed, evicted in LRU order.
+the same tokens under the same salt, adapter and chain shares the block; no other sequence finds it. A hashed block without
+references stays cached until its memory is needed, evicted in LRU order.
 
 Shared blocks are never written. A sequence copies a block instead in two cases: its last token lies in a cached block (it
 is always recomputed, for its logits), or it forks from a parent in the middle of a block.
