@@ -16,7 +16,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from symbiosis.models.fuse_projections import fuse_projections
@@ -89,7 +89,7 @@ def select_models(root: Path, names: Sequence[str] | None = None) -> Selection:
             raise UnknownZooModel(f"the zoo has no model {name!r:.80}: expected some of {', '.join(known)}")
     manifests = [zoo.manifest(name) for name in names or known]
     if names is None:
-        manifests.sort(key=lambda manifest: (bool(manifest.adapter), manifest.provenance.get("added", ""), manifest.name))
+        manifests.sort(key=lambda manifest: (bool(manifest.adapter), *_added(root, manifest), manifest.name))
     first, refused = _shape_of(root, manifests[0]), {}
     for manifest in manifests[1:]:
         other = _shape_of(root, manifest)
@@ -165,7 +165,7 @@ class _BlockPool:
                 self._files[sha256] = self._read(manifest, block.object, block.place)
                 self._progress("loading", len(self._files), self._num_blocks)
             state |= {name_in_model(name, block.place): tensor for name, tensor in self._files[sha256].items()}
-        config = AutoConfig.for_model(**_read(self._root, manifest, CONFIG))
+        config = _config(self._root, manifest)
         shown = is_progress_bar_enabled()
         disable_progress_bar()  # one line a model
         try:
@@ -226,8 +226,21 @@ def _moved(parameter: Tensor, device: torch.device, dtype: torch.dtype | None) -
     return nn.Parameter(parameter.detach().to(device=device, dtype=dtype), requires_grad=False)
 
 
+def _added(root: Path, manifest: ModelManifest) -> tuple[str, int]:
+    """When a model was added; its manifest was written then."""
+    return manifest.provenance.get("added", ""), (root / "models" / f"{manifest.name}.json").stat().st_mtime_ns
+
+
+def _config(root: Path, manifest: ModelManifest) -> PretrainedConfig:
+    try:
+        return AutoConfig.for_model(**_read(root, manifest, CONFIG))
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadZoo(f"{manifest.name} has a config that transformers does not read: {error}") from None
+
+
 def _shape_of(root: Path, manifest: ModelManifest) -> dict[str, Any]:
-    return {key: value for key, value in _read(root, manifest, CONFIG).items() if key not in _SAME_RESULTS}
+    """The config with all defaults."""
+    return {key: value for key, value in _config(root, manifest).to_dict().items() if key not in _SAME_RESULTS}
 
 
 def _read(root: Path, manifest: ModelManifest, file: str) -> dict[str, Any]:

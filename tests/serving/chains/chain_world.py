@@ -59,7 +59,8 @@ def fine_tuned(model: Any, *parts: str, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if any(part in f".{name}." for part in parts):
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                scale = 0.2 if parameter.dim() > 1 else 0.7  # of norms, too
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
     return made
 
 

@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from symbiosis.errors import AdapterExists, CannotServe, UnknownAdapter
+import symbiosis
+from symbiosis.app.served_zoo import ServedZoo
+from symbiosis.errors import AdapterExists, CannotServe, OutOfRange, UnknownAdapter
 from symbiosis.serving.chains.grouped_module import GroupedModule
 from symbiosis.serving.engine_core import EngineCore
 from tests.serving.chains.chain_world import ARCHITECTURES, PROMPTS, SAMPLING, ChainWorld, fine_tuned, make_base
@@ -224,6 +226,18 @@ def test_requests_and_tokens_are_counted_by_model(llama):
         assert (stats["last"]["requests"], stats["last"]["tokens"]) == (2, 16)
         assert (stats["base"]["requests"], stats["base"]["tokens"]) == (1, 8)
         assert stats["full"]["requests"] == 0
+
+
+def test_the_python_engine_serves_models_by_name(llama):
+    with ServedZoo(llama.folder / "zoo") as zoo:
+        engine = symbiosis.Engine(chains=zoo.chains, pages=64)
+        engine.add_adapter("lora", llama.add_adapter("lora", "last", "lora", 1))
+        names = [None, "last", "full", None]
+        found = engine.generate(PROMPTS, [None, None, None, "lora"], SAMPLING, names)
+        expected = [llama.completions[name][number] for number, name in enumerate(["base", "last", "full", "lora"])]
+        assert [each.tokens for each in found] == expected
+    with pytest.raises(OutOfRange, match="and chains"):
+        symbiosis.Engine(make_base(), chains=zoo.chains)
 
 
 def test_what_is_wrong_with_a_name_is_said(llama):

@@ -67,6 +67,10 @@ class ChainRunner(ModelRunner):
                     f"{type(chain.model).__name__} cannot be served with other chains: its results differ when rows are grouped"
                 )
 
+    def forget(self, adapter: EngineAdapter) -> None:
+        super().forget(adapter)
+        self._groups.clear()
+
     def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
         super().use_kernels(table, max_blocks)
         for runner in self._others.values():

@@ -70,6 +70,11 @@ class RowGroups:
         self.whole = self._begin(made)
         return made
 
+    def clear(self) -> None:
+        """Drop references to adapters of the last batch."""
+        self._groups, self._contexts, self._resident = {}, {}, {}
+        self.whole = BatchContext(None, None)
+
     def at(self, partition: Partition) -> list[RowGroup]:
         """The groups at modules with this partition. Leaves the context undefined."""
         found = self._groups.get(partition)
