@@ -161,7 +161,7 @@ def test_what_is_served_is_printed_and_counted_by_model(served):
         (["MODEL"], "--zoo serves the models of a zoo: leave out MODEL"),
         (["--shards", 2], "leave out --shards"),
         (["--models", "base,,pirate"], "different names, separated by commas"),
-        (["--models", "base,nobody"], "the zoo has no model 'nobody': expected some of Base, base, deeper, pirate, poet"),
+        (["--models", "base,unknown"], "the zoo has no model 'unknown': expected some of Base, base, deeper, pirate, poet"),
     ],
 )
 def test_wrong_options_are_one_line(world, options, message):

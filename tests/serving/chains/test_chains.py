@@ -71,7 +71,7 @@ def test_adapters_work_on_the_model_they_were_made_for(family, tmp_path):
 
 
 def test_equal_adapters_on_two_models_stay_apart(llama):
-    """One folder, two models: they are told apart though their content is equal."""
+    """One folder, two models: equal content, two adapters."""
     folder = llama.add_adapter("shared", "last", "dora", 3)
     with llama.serve(["base", "last"]) as served:
         first = served.core.add_adapter("on-base", folder, "base")

@@ -22,6 +22,7 @@ from symbiosis.serving.chains.chain import Chain, state_key
 from symbiosis.serving.chains.grouped_module import graft_chains
 from symbiosis.serving.chains.row_groups import ChainChunk, RowGroups
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_layers import PackedKey
 from symbiosis.serving.lora.lora_ops import FusedProjection
 from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
@@ -39,7 +40,7 @@ class ChainRunner(ModelRunner):
     def __init__(self, chains: Seq[Chain], facts: ModelFacts, kv_cache: PagedKVCache) -> None:
         """Raises `CannotServe` if a chain cannot be served, or not together with the others."""
         adapters = ActiveAdapters(_CACHED_GROUPS * len(chains))
-        packed: dict[int, FusedProjection] = {}
+        packed: dict[PackedKey, FusedProjection] = {}
         super().__init__(chains[0].model, kv_cache, adapters=adapters, packed=packed)
         self._own = chains[0].hash
         self._others = {

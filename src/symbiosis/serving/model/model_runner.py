@@ -17,7 +17,7 @@ from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.models.patches.gated_mlp import patch_gated_mlps
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import install_lora_layers, pack_projections
+from symbiosis.serving.lora.lora_layers import PackedKey, install_lora_layers, pack_projections
 from symbiosis.serving.lora.lora_ops import FusedProjection
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
@@ -47,7 +47,7 @@ class ModelRunner:
         parallel: ParallelModel | None = None,
         *,
         adapters: ActiveAdapters | None = None,
-        packed: dict[int, FusedProjection] | None = None,
+        packed: dict[PackedKey, FusedProjection] | None = None,
     ) -> None:
         """`parallel`, if the model is this shard's part of one.
 
