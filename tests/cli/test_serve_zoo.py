@@ -126,7 +126,7 @@ def test_models_are_listed_adapters_with_their_base(served):
 def test_an_uploaded_adapter_is_for_the_model_that_its_config_names(world, served):
     files = {
         "config": (world.folder / "uploaded" / "adapter_config.json").read_bytes(),
-        "tensors": (world.folder / "uploaded" / "adapter_model.safetensors").read_bytes(),
+        "weights": (world.folder / "uploaded" / "adapter_model.safetensors").read_bytes(),
     }
     with httpx2.Client(base_url=served.url, headers={"authorization": f"Bearer {ANN}"}) as client:
         refused = client.put("/v1/adapters/pirate", files=files)

@@ -15,7 +15,7 @@ from symbiosis.planning.memory_check import check_fits, free_memory
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.quantities import format_bytes
 from symbiosis.serving.chains.chain import Chain
-from symbiosis.zoo.served_models import Selection, load_models, select_models, write_files
+from symbiosis.zoo.served_models import Selection, ServedModel, load_models, select_models, write_files
 
 _DEFAULT_CACHE_TOKENS = 1024 * 16
 
@@ -61,6 +61,9 @@ class ServedZoo:
         """Folders of adapters by name."""
         self.adapter_models: dict[str, str] = {}
         """The models of these adapters."""
+        self._name_models(loaded)
+
+    def _name_models(self, loaded: Sequence[ServedModel]) -> None:
         chains = {each.chain: Chain(each.chain, each.model) for each in loaded}
         for each in loaded:
             if not each.has_adapter:
@@ -74,6 +77,8 @@ class ServedZoo:
                     self.chains[names[0]] = chains[each.chain]
                 self.adapters[each.name] = Path(self._folder.name) / each.name
                 self.adapter_models[each.name] = names[0]
+        for name, chain in reversed(self.chains.items()):  # of several names the first
+            chain.model.name_or_path = chain.model.config._name_or_path = name
 
     @property
     def default(self) -> str:
@@ -89,19 +94,14 @@ class ServedZoo:
     @property
     def bytes_held(self) -> int:
         """Of weights in memory: each block once."""
-        storages = {}
-        for chain in self.chains.values():
-            for tensor in (*chain.model.parameters(), *chain.model.buffers()):
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return sum(storages.values())
+        return _count_bytes(list(self.chains.values()))
 
     def summary(self) -> list[str]:
         """Lines for the one who serves it."""
-        selection, held = self.selection, self.bytes_held
-        copies = round(held * selection.bytes_as_copies / max(1, selection.bytes))
+        selection, copies = self.selection, sum(_count_bytes([chain]) for chain in self.chains.values())
         lines = [
             f"{len(self.chains)} models and {len(self.adapters)} adapters in {len(selection.blocks)} blocks: "
-            f"{format_bytes(held)} in memory, {format_bytes(copies)} as copies. The default is {self.default}"
+            f"{format_bytes(self.bytes_held)} in memory, {format_bytes(copies)} as copies. The default is {self.default}"
         ]
         return lines + [f"{name} is not served: {reason}" for name, reason in selection.refused.items()]
 
@@ -127,6 +127,12 @@ class ServedZoo:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _count_bytes(chains: Sequence[Chain]) -> int:
+    tensors = [tensor for chain in chains for tensor in (*chain.model.parameters(), *chain.model.buffers())]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _count_fitting(selection: Selection, scale: float, available: int) -> int:

@@ -60,19 +60,9 @@ class Selection:
         return {block.object.sha256: block.object for manifest in self.manifests for block in manifest.chain}
 
     @property
-    def chains(self) -> int:
-        """Different ones: an adapter has the chain of its base."""
-        return len({chain_hash(manifest) for manifest in self.manifests})
-
-    @property
     def bytes(self) -> int:
         """Of the blocks on disk."""
         return sum(each.size for each in self.blocks.values())
-
-    @property
-    def bytes_as_copies(self) -> int:
-        """If each model had its own blocks."""
-        return sum(block.object.size for manifest in self.manifests for block in manifest.chain)
 
 
 def select_models(root: Path, names: Sequence[str] | None = None) -> Selection:
