@@ -178,7 +178,7 @@ def test_models_without_a_zoo_an_empty_one_and_a_folder_that_is_none_are_one_lin
 
 def test_a_changed_block_is_one_line(world, tmp_path):
     shutil.copytree(world.zoo, tmp_path / "zoo")
-    block = Zoo(tmp_path / "zoo").manifest("pirate").chain[2].object.sha256
+    block = Zoo(tmp_path / "zoo").manifest("pirate").chain[3].object.sha256
     path = tmp_path / "zoo" / "objects" / block[:2] / block
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -35,7 +35,16 @@ _SIZES = {
 
 
 def _gpt2() -> GPT2LMHeadModel:
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64, "n_positions": 128, "initializer_range": 0.2}
+    sizes = {
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "vocab_size": 64,
+        "n_positions": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes))
 
 

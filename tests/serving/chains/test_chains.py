@@ -193,7 +193,8 @@ def test_layers_are_grouped_whole_and_their_parts_only_where_chains_share_one_of
     with llama.serve(["base", "last", "middle"]) as served:
         assert grouped_paths(served.core) == {"model.layers.1", "model.layers.2", "model.layers.3"}
     with llama.serve(["base", "ffn"]) as served:
-        assert grouped_paths(served.core) == {"model.layers.2.mlp"}
+        block = {"model.layers.2.mlp", "model.layers.2.post_attention_layernorm"}  # with the norm of its input
+        assert grouped_paths(served.core) == block
     with llama.serve(["base", "embedding"]) as served:
         assert grouped_paths(served.core) == {"model.embed_tokens", "lm_head"}  # tied
     with llama.serve(["base", "norm"]) as served:
