@@ -102,6 +102,7 @@ class EngineCore:
                 raise CannotServe(f"KV cache too small: {cache_bytes} bytes are {num_blocks} blocks, expected at least 8")
         kv_cache = create_kv_cache(model.eval(), self.facts, kv_heads, num_blocks, block_size)
         divide = None
+        self._runner: ModelRunner
         if chains:
             self._runner = ChainRunner(self.chains.ordered, self.facts, kv_cache)
         elif shard is None:

@@ -178,7 +178,8 @@ class _BlockPool:
                 f"{manifest.name}: {place} was changed ({object.sha256[:12]}): `symbiosis zoo verify` says of which models; "
                 "remove them and add them again"
             )
-        return safetensors.torch.load_file(path)
+        found: dict[str, Tensor] = safetensors.torch.load_file(path)
+        return found
 
     def _move(self, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
         """To the device. Tied parameters stay tied."""
@@ -209,7 +210,7 @@ class _BlockPool:
             for tensors in (module._parameters, module._buffers):
                 for name, value in tensors.items():
                     if value is not None:
-                        tensors[name] = shared.get(id(value), value)  # type: ignore[assignment]
+                        tensors[name] = shared.get(id(value), value)
 
 
 def _moved(parameter: Tensor, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:

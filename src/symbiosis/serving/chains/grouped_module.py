@@ -132,7 +132,7 @@ def _graft(module: Any, replaced: Mapping[str, nn.Module]) -> Any:
     made = copy.copy(module)
     made._modules = dict(module._modules)
     if isinstance(made, FusedDecoderLayer):
-        unfuse_layers(made)  # type: ignore[arg-type]
+        unfuse_layers(made)
     inner: dict[str, dict[str, nn.Module]] = {}
     for path, new in replaced.items():
         name, _, rest = path.partition(".")
