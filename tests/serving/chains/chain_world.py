@@ -61,15 +61,15 @@ def make_base(architecture: str = "llama") -> Any:
     return ARCHITECTURES[architecture]().eval()
 
 
-def fine_tuned(model: Any, *parts: str, seed: int) -> Any:
+def fine_tuned(model: Any, *parts: str, seed: int, scale: float = 0.2) -> Any:
     """A copy with other weights where a name has one of these parts; "" is in every name."""
     made = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if any(part in f".{name}." for part in parts):
-                scale = 0.2 if parameter.dim() > 1 else 0.7  # of norms, too
-                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=scale if parameter.dim() > 1 else 3 * scale)  # norms are about 1
     return made
 
 
