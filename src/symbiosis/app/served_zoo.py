@@ -14,7 +14,7 @@ from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.planning.memory_check import check_fits, free_memory
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.quantities import format_bytes
-from symbiosis.serving.chains.chain import Chain
+from symbiosis.serving.chains.chain import Chain, weight_bytes
 from symbiosis.zoo.served_models import Selection, ServedModel, load_models, select_models, write_files
 
 _DEFAULT_CACHE_TOKENS = 1024 * 16
@@ -94,11 +94,11 @@ class ServedZoo:
     @property
     def bytes_held(self) -> int:
         """Of weights in memory: each block once."""
-        return _count_bytes(list(self.chains.values()))
+        return weight_bytes(*self.chains.values())
 
     def summary(self) -> list[str]:
         """Lines for the one who serves it."""
-        selection, copies = self.selection, sum(_count_bytes([chain]) for chain in self.chains.values())
+        selection, copies = self.selection, sum(weight_bytes(chain) for chain in self.chains.values())
         lines = [
             f"{len(self.chains)} models and {len(self.adapters)} adapters in {len(selection.blocks)} blocks: "
             f"{format_bytes(self.bytes_held)} in memory, {format_bytes(copies)} as copies. The default is {self.default}"
@@ -127,12 +127,6 @@ class ServedZoo:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _count_bytes(chains: Sequence[Chain]) -> int:
-    tensors = [tensor for chain in chains for tensor in (*chain.model.parameters(), *chain.model.buffers())]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _count_fitting(selection: Selection, scale: float, available: int) -> int:

@@ -228,6 +228,7 @@ def test_requests_and_tokens_are_counted_by_model(llama):
         assert (stats["last"]["requests"], stats["last"]["tokens"]) == (2, 16)
         assert (stats["base"]["requests"], stats["base"]["tokens"]) == (1, 8)
         assert stats["full"]["requests"] == 0
+        assert sum(each["bytes"] for each in stats.values()) > 1.5 * served.zoo.bytes_held
 
 
 def test_the_python_engine_serves_models_by_name(llama):

@@ -45,6 +45,7 @@ class ServedChains:
         """So that those which share their first blocks are neighbours."""
         self.models = {hash: chain.model for hash, chain in by_hash.items()}
         self.eos_ids = {hash: chain.eos_ids for hash, chain in by_hash.items()}
+        self._bytes = {chain.hash: weight_bytes(chain) for chain in chains.values()}
         self._counts = {hash: [0, 0] for hash in by_hash}
 
     @property
@@ -81,14 +82,21 @@ class ServedChains:
             self._counts[hash][1] += 1
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Hash, completions and sampled tokens by name. A chain with several names counts under the first."""
+        """By name: hash, bytes as a copy of its own, completions, sampled tokens. The last two count once."""
         found: dict[str, dict[str, Any]] = {}
         counted: set[str] = set()
         for name, chain in self.by_name.items():
             completions, tokens = (0, 0) if chain.hash in counted else self._counts[chain.hash]
             counted.add(chain.hash)
-            found[name] = {"hash": chain.hash, "requests": completions, "tokens": tokens}
+            found[name] = {"hash": chain.hash, "bytes": self._bytes[chain.hash], "requests": completions, "tokens": tokens}
         return found
+
+
+def weight_bytes(*chains: Chain) -> int:
+    """Of the weights of these chains, each tensor once."""
+    tensors = [tensor for chain in chains for tensor in (*chain.model.parameters(), *chain.model.buffers())]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def state_key(module: nn.Module) -> StateKey:
