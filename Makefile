@@ -102,6 +102,7 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.kernel_launch
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_serving 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_prefill 1b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.zoo_serving 7b --device cuda
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_prefill qwen4b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.decode_attention
 	PYTHONPATH=src $(PYTHON) -m benchmarks.token_draw
@@ -142,6 +143,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2 hours on 2 cores
 	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
 	$(BIN)/python -m benchmarks.kv_copies --cpu
+	$(BIN)/python -m benchmarks.zoo_serving
 	$(BIN)/python -m benchmarks.adapter_loads $(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON))
 	$(BIN)/python -m benchmarks.cluster_live
 	$(BIN)/python -m benchmarks.cluster_replay

@@ -115,7 +115,7 @@ def make_trace(replay: Replay, cost: StepCost, engines: int, load: float) -> Tra
 
 
 def suited_objective(trace: Trace, cost: StepCost) -> Objective:
-    """That of a GPU, or one that these engines can meet: far beyond what they can do, policies only choose who is late."""
+    """The default, or one that these engines can meet. Otherwise most requests are late, and the policy only orders them."""
     mean = sum(trace.prompts) // len(trace)
     return Objective(ttft_s=max(2.0, 8 * cost.first_token_s(mean)), tpot_s=max(0.1, 3 * cost.fixed_s))
 

@@ -21,6 +21,7 @@ COLORS = {
     "none": "#9aa0a6", "lockstep": "#c58af9", "opportunistic": "#1a73e8",
     "eager": "#9aa0a6", "graph": "#1a73e8",
     "Symbiosis": "#1a73e8", "Ray Serve": "#e8710a",
+    "zoo": "#1a73e8", "sharing": "#9aa0a6", "provisioned": "#e8710a", "differences": "#34a853",
     "engine": "#9aa0a6", "streamed": "#1a73e8", "whole": "#34a853", "workers": "#e8710a",
 }  # fmt: skip
 GIB = 2**30
@@ -308,6 +309,14 @@ def adapter_loads(record: dict[str, Any], axes: Sequence[Any]) -> None:
     bars(axes[1], groups, hottest, "engines that hold the hottest adapter")
 
 
+def zoo_serving(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    mixes = record["medians"]
+    systems = dict.fromkeys(system for found in mixes.values() for system in found)
+    for key, unit, each in (("tokens_per_s", "tokens/s", axes[0]), ("p95_s", "95th percentile of a request, s", axes[1])):
+        series = {system: [found[system][key] if system in found else None for found in mixes.values()] for system in systems}
+        bars(each, list(mixes), series, unit)
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "deferral": (deferral, 1),
@@ -316,6 +325,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "mixed": (mixed, 2),
     "gpu_serving": (gpu_serving, 2),
     "gpu_prefill": (gpu_prefill, 2),
+    "zoo_serving": (zoo_serving, 2),
     "gpu_colocation": (gpu_colocation, 2),
     "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),

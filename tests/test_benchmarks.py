@@ -46,6 +46,7 @@ from benchmarks import (
     small_and_large,
     token_draw,
     wire_compression,
+    zoo_serving,
     zoo_simulation,
     zoo_speculation,
     zoo_surrogates,
@@ -196,6 +197,19 @@ def test_zoos_are_simulated_and_compared(tmp_path):
     assert (tmp_path / "zoo-simulation-10.png").is_file()
     for name in ("kv", "overload"):
         assert (tmp_path / f"zoo-simulation-{name}.json").is_file()
+
+
+def test_serving_a_zoo_is_compared_with_engines_of_one_model_and_resumed(tmp_path):
+    zoo_serving.main(["tiny", "--out", str(tmp_path), "--mixes", "shared"])
+    first = json.loads((tmp_path / "zoo-serving-tiny.json").read_text())
+    zoo_serving.main(["tiny", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "zoo-serving-tiny.json").read_text())
+    assert record["runs"]["shared"] == first["runs"]["shared"]
+    for mix in zoo_serving.MIXES:
+        assert record["medians"][mix].keys() == set(zoo_serving.SYSTEMS)
+        assert record["equal_answers"][mix] == [12, 12]
+    assert record["bytes"]["shared"]["zoo"] < record["bytes"]["nothing shared"]["zoo"]
+    assert (tmp_path / "zoo-serving-tiny.png").is_file()
 
 
 def test_adapter_loads_are_counted_and_can_be_plotted(tmp_path):

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from symbiosis.cli.chat import ChatSampling
 from symbiosis.cli.commands import chat
-from symbiosis.cli.commands.serve import read_tokens
+from symbiosis.cli.commands.serve_inputs import read_tokens
 from symbiosis.cli.local_chat import LocalChat
 from symbiosis.cli.local_finetune import METHODS
 from symbiosis.cli.main import app

@@ -105,6 +105,8 @@ class Adapter:
     """The largest rank of the parts; 0 without LoRA."""
     warnings: tuple[str, ...] = ()
     """Remarks for the owner, without effect on serving."""
+    base_model: str = ""
+    """Name of the model that it was made for, as its config says: the last part, in lower case."""
 
 
 def build_adapter(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,15 @@ class _AdapterBuilder:
         self._stored, self._model = stored, model
         self._parts: defaultdict[str, list[Part]] = defaultdict(list)
         self._warnings: list[str] = []
+        self._base_model = _last_name(base_model or "")
         if base_model and _last_name(base_model) != _last_name(model.name):
             self._warnings = [f"it was made for {quote(base_model)} and is served on {quote(model.name)}; every tensor fits"]
 
     def _finish(self, method: str, prefix: PrefixPart | None = None, prompt: PromptPart | None = None) -> Adapter:
         self._stored.finish(_REASONS_LEFT)
         parts = {path: tuple(found) for path, found in self._parts.items()}
-        return build_adapter(method, parts, prefix=prefix, prompt=prompt, warnings=tuple(self._warnings))
+        found = build_adapter(method, parts, prefix=prefix, prompt=prompt, warnings=tuple(self._warnings))
+        return replace(found, base_model=self._base_model)
 
     def build_lora(self, settings: LoraSettings) -> Adapter:
         targets = self._adapted_paths(settings.targets)

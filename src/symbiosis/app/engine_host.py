@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -36,8 +37,8 @@ class EngineHost:
     Owns the model, or the first shard of one. `name` is the base model's. `adapters` are folders by name, loaded at the start.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `statistics` is the executor's source of statistics;
-    None: a new one. `fingerprint` is the model's, for an engine that exchanges blocks with others. `engine_core` are further
-    options of `EngineCore`.
+    None: a new one. `fingerprint` is the model's, for an engine that exchanges blocks with others. `adapter_models` are the
+    models of adapters, by name, if there are several. `engine_core` are further options of `EngineCore`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EngineHost:
         device_share: CpuTimeShare | None = None,
         statistics: StatisticsSource | None = None,
         fingerprint: str | None = None,
+        adapter_models: Mapping[str, str] = MappingProxyType({}),
         **engine_core: Any,
     ) -> None:
         """Raises `CannotServe`, `OutOfRange`, or what is wrong with an adapter."""
@@ -75,10 +77,14 @@ class EngineHost:
             self._trainer = trainer if isinstance(trainer, Trainer) else None
             self.residency = residency or AdapterCacheConfig()
             self.core = EngineCore(model, residency=self.residency, device_share=device_share, **engine_core)
+            if models := list(self.core.chains.models.values())[1:]:
+                statistics.count_weights(
+                    tensor for each in (whole, *models) for tensor in (*each.parameters(), *each.buffers())
+                )
             self.service = self._service = EngineService(self.core, listener, fingerprint)
             for adapter, folder in (adapters or {}).items():
                 try:
-                    self.add_adapter(adapter, folder)
+                    self.add_adapter(adapter, folder, adapter_models.get(adapter))
                 except (BadAdapter, UnsupportedAdapter) as error:
                     raise type(error)(f"the adapter {adapter} in {folder}: {error}") from None
             if isinstance(trainer, Trainer):
@@ -100,9 +106,9 @@ class EngineHost:
         """Most tokens of a training example; None without training."""
         return None if self._trainer is None else self._trainer.longest
 
-    def add_adapter(self, name: str, folder: str | Path) -> None:
+    def add_adapter(self, name: str, folder: str | Path, model: str | None = None) -> None:
         """Serve the adapter of this folder from the next step on. Raises what is wrong with it."""
-        self.service.engine_loop.serve(name, self.core.prepare(folder)).result()
+        self.service.engine_loop.serve(name, self.core.prepare(folder, model)).result()
 
     def attach_statistics(self, counts: HttpCounts, *, has_keys: bool) -> None:
         """Include this engine in the statistics, with what HTTP processes have counted. `has_keys`: requests need a key."""

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from symbiosis.server.model_names import ModelNames
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.services.http_counts import HttpCounts
 from symbiosis.server.services.rate_limit_service import RateLimitService
+from symbiosis.serving.chains.chain import Chain
 from symbiosis.serving.engine_service import EngineService
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.engine_ipc import EngineListener
@@ -53,7 +55,8 @@ class HttpHost:
     config, else 1; the small default model is greedy). `close` serves for `shutdown_delay_s` as before, without being ready.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `statistics` is the executor's source of statistics;
-    None: a new one. `engine_core` are further options of `EngineCore`.
+    None: a new one. `chains` are several models by name, the first one instead of `model`. `engine_core` are further options of
+    `EngineHost`.
     """
 
     def __init__(
@@ -81,12 +84,15 @@ class HttpHost:
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
         statistics: StatisticsSource | None = None,
+        chains: Mapping[str, Chain] = MappingProxyType({}),
         **engine_core: Any,
     ) -> None:
         keys, adapters = dict(keys or {}), dict(adapters or {})
         whole = model.parallel.model if isinstance(model, FirstShard) else model
         base, hub_id = name_model(whole, name)
-        names = ModelNames(base, hub_id)
+        if chains and base != next(iter(chains)):
+            raise SymbiosisError(f"the default of several models is named {next(iter(chains))!r}, not {base!r}")
+        names = ModelNames(base, hub_id, chains)
         _check_names(names, adapters)
         self._door = FrontDoor(
             address,
@@ -115,6 +121,7 @@ class HttpHost:
                 residency=residency,
                 device_share=device_share,
                 statistics=statistics,
+                chains=chains,
                 **engine_core,
             )
             _load_uploads(engine, self._door.uploads, names)
@@ -126,6 +133,7 @@ class HttpHost:
                 None if tokenizer is None else str(tokenizer),
                 base=base,
                 hub_id=hub_id,
+                models=tuple(chains),
                 default_sampling=default_sampling(whole, base, temperature),
                 max_model_len=engine.max_model_len,
                 max_training_len=engine.max_training_len,
@@ -167,8 +175,8 @@ def _load_uploads(engine: EngineHost, uploads: Path, names: ModelNames) -> None:
     """Stored uploads that do not fit this model are skipped with a warning."""
     for stored in adapter_store.list_stored(uploads):
         try:
-            if names.is_base(stored.name):
-                raise BadAdapter("it has a name of the base model")
+            if names.is_model(stored.name):
+                raise BadAdapter("it has a name of a model")
             engine.add_adapter(qualify_name(stored.owner, stored.name), stored.location)
         except SymbiosisError as error:
             _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.location, error)
@@ -176,7 +184,8 @@ def _load_uploads(engine: EngineHost, uploads: Path, names: ModelNames) -> None:
 
 def _check_names(names: ModelNames, adapters: Mapping[str, Any]) -> None:
     for name in adapters:
-        if names.is_base(name):
-            raise SymbiosisError(f"an adapter is named {name!r}, like the base model: choose another name")
+        if names.is_model(name):
+            what = "the base model" if names.is_base(name) else "a model"
+            raise SymbiosisError(f"an adapter is named {name!r}, like {what}: choose another name")
         if not re.fullmatch(_ADAPTER_NAME, name):
             raise SymbiosisError(f"an adapter is named {name!r}: expected letters, digits, dots, dashes and underscores")

@@ -28,6 +28,8 @@ class Settings:
     """Name of the base model."""
     hub_id: str | None = None
     """Its hub id, if that is not its name."""
+    models: tuple[str, ...] = ()
+    """Names of all models, if there are several: `base` is the default."""
     max_model_len: int = 1 << 20
     """Most tokens of a prompt and its completion."""
     keys: dict[str, str] = field(default_factory=dict, repr=False)
@@ -63,9 +65,8 @@ class Settings:
         hosts = None if values["allowed_hosts"] is None else tuple(values["allowed_hosts"])
         limits = {name: kind(**values[name]) for name, kind in _LIMITS.items()}
         store = None if values["store"] is None else StoreConfig(**values["store"])
-        return cls(
-            **{**values, **limits, "store": store, "allowed_hosts": hosts, "cors_origins": tuple(values["cors_origins"])}
-        )
+        lists = {name: tuple(values[name]) for name in ("cors_origins", "models")}
+        return cls(**{**values, **limits, **lists, "store": store, "allowed_hosts": hosts})
 
     def __post_init__(self) -> None:
         """Raises `SymbiosisError` without repeating a secret."""

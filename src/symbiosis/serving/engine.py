@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from symbiosis.errors import BadAdapter, CannotServe, OutOfRange, SymbiosisError
 from symbiosis.models.loading import ModelSource, load_for_hosting
+from symbiosis.serving.chains.chain import Chain
 from symbiosis.serving.deferred_sigint import DeferredSigint
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence
@@ -56,6 +59,8 @@ class Engine:
     `Engine(model).generate(prompts, adapters=["pirate", None, …])` completes all prompts in shared batches, each with its
     own adapter. `model` is a transformers model, which the engine owns from now on, a folder, a hub id, or None: the
     default model. Used by one thread.
+
+    `Engine(chains=…)` serves several models by name (`app.served_zoo`): `generate(prompts, models=["mine", None, …])`.
     """
 
     def __init__(
@@ -65,17 +70,24 @@ class Engine:
         *,
         device: str = "cpu",
         dtype: str | torch.dtype | None = None,
+        chains: Mapping[str, Chain] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
         """`device` and `dtype` apply to a model that is loaded here; `settings` are those of `EngineCore`."""
+        if chains and model is not None:
+            raise OutOfRange("a model was given, and chains", field="model", expected="one of the two")
+        model = next(iter(chains.values())).model if chains else model
         served, self._tokenizer = load_for_hosting(model, tokenizer, device, dtype)
-        self._core = EngineCore(served, **settings)
+        self._core = EngineCore(served, chains=chains, **settings)
 
-    def add_adapter(self, name: str, folder: str | Path) -> str:
-        """Serve the PEFT adapter in this folder under `name`; its content hash."""
+    def add_adapter(self, name: str, folder: str | Path, model: str | None = None) -> str:
+        """Serve the PEFT adapter in this folder under `name`; its content hash.
+
+        Of several models, it is for `model`; None: the one that its config names, or the default.
+        """
         if not Path(folder).is_dir():
             raise BadAdapter(f"there is no folder {folder}: expected one as PEFT writes it")
-        return self._core.add_adapter(name, folder)
+        return self._core.add_adapter(name, folder, model)
 
     def remove_adapter(self, name: str) -> None:
         """Raises `UnknownAdapter`."""
@@ -86,20 +98,25 @@ class Engine:
         prompts: Seq[str | Seq[int]],
         adapters: Seq[str | None] | None = None,
         sampling: Sampling | Seq[Sampling] = Sampling(temperature=0.0, max_tokens=32),  # noqa: B008 - frozen
+        models: Seq[str | None] | None = None,
     ) -> list[Completion]:
-        """One completion of each prompt, in order. On an error or an interrupt all are cancelled."""
+        """One completion of each prompt, in order. On an error or an interrupt all are cancelled.
+
+        `models`: of several models, which one completes each; None: that of its adapter, or the default.
+        """
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Seq):
             expected = "a list of prompts, each a text or a list of token ids"
             raise OutOfRange(f"prompts is {prompts!r:.80}", field="prompts", expected=expected)
         count = len(prompts)
         names = _check_per_prompt("adapters", [None] * count if adapters is None else adapters, count)
+        chains = _check_per_prompt("models", [None] * count if models is None else models, count)
         params = _check_per_prompt("sampling", [sampling] * count if isinstance(sampling, Sampling) else sampling, count)
         tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
         sequences: list[Sequence] = []
         with DeferredSigint() as interrupts:  # a step is never interrupted
             try:
-                for prompt, name, each in zip(tokens, names, params, strict=True):
-                    sequences.append(self._core.add(prompt, each, adapter=name))
+                for prompt, name, each, chain in zip(tokens, names, params, chains, strict=True):
+                    sequences.append(self._core.add(prompt, each, adapter=name, model=chain))
                 return self._complete(sequences, interrupts)
             except BaseException:
                 for sequence in sequences:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 from transformers import PreTrainedModel
 
@@ -19,9 +19,12 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.common.free_cores import FreeCores
 from symbiosis.distributed.operations import FirstShard
-from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
+from symbiosis.errors import AdapterExists, CannotServe, PassFailed, SymbiosisError, UnknownAdapter
 from symbiosis.models.max_length import max_sequence_length
 from symbiosis.serving.block_exchange.block_fetches import BlockFetches
+from symbiosis.serving.chains.chain import Chain, ServedChains
+from symbiosis.serving.chains.chain_runner import ChainRunner
+from symbiosis.serving.engine_settings import check_settings
 from symbiosis.serving.host_tier import HostTier
 from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
@@ -42,7 +45,6 @@ _log = logging.getLogger("symbiosis")
 _MAX_ADAPTERS = 64  # in one batch
 _MAX_GRAPH_BLOCKS = 1 << 14  # longer sequences run without CUDA graphs: block tables of 100 MB
 _UNNAMED = ""  # name of an adapter while its request is queued
-_SCHEDULER_SETTINGS = sorted({each.name for each in fields(SchedulerConfig)} - {"vocab_size", "max_length", "max_adapters"})
 _VIRTUAL_TOKEN = 0  # placeholder: the adapter supplies its embedding, or its keys and values
 
 
@@ -61,9 +63,11 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         device_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
         folders: ArtifactFolders = LocalFolders(),  # noqa: B008 - stateless
+        chains: Mapping[str, Chain] = MappingProxyType({}),
         **limits: int,
     ) -> None:
-        """`model` may be the first shard of one.
+        """`model` may be the first shard of one. `chains` are models by name that are served together, the first one instead of
+        `model`.
 
         `pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
         `host_cache_bytes` is host memory for blocks that do not fit: see `host_tier`.
@@ -74,13 +78,16 @@ class EngineCore:
         Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
         self.folders = folders
-        _check_settings(pages, page_size, cache_bytes, residency, limits)
+        check_settings(pages, page_size, cache_bytes, residency, limits)
         check_range("host_cache_bytes", host_cache_bytes, 0, 1 << 50, integer=True)
         shard = model if isinstance(model, FirstShard) else None
         if isinstance(model, FirstShard):
             model = model.parallel.model
-            if host_cache_bytes:
-                raise CannotServe("host blocks of the KV cache need the whole model on one device: serve without shards")
+            if host_cache_bytes or chains:
+                what = "several models" if chains else "host blocks of the KV cache"
+                raise CannotServe(f"{what} need the whole model on one device: serve without shards")
+        self.chains = ServedChains(model, chains)
+        model = self.chains.default.model
         self.facts = ModelFacts.from_model(model) if shard is None else shard.parallel.facts
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
@@ -95,7 +102,10 @@ class EngineCore:
                 raise CannotServe(f"KV cache too small: {cache_bytes} bytes are {num_blocks} blocks, expected at least 8")
         kv_cache = create_kv_cache(model.eval(), self.facts, kv_heads, num_blocks, block_size)
         divide = None
-        if shard is None:
+        self._runner: ModelRunner
+        if chains:
+            self._runner = ChainRunner(self.chains.ordered, self.facts, kv_cache)
+        elif shard is None:
             self._runner = ModelRunner(model, kv_cache)
         else:
             self._runner = sharded = ShardedRunner(shard, kv_cache, num_blocks, residency.slots)
@@ -113,6 +123,8 @@ class EngineCore:
             on_evict=self._runner.forget,
             divide=divide,
             folders=folders,
+            chains=self.chains.models,
+            choose_chain=self.chains.find_base,
         )
         if kernels.run_on(model.device):
             max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)
@@ -122,7 +134,7 @@ class EngineCore:
         self.block_memory = None if shard is not None else BlockMemory(kv_cache.by_block, self.host_tier.memory)
         """For other engines; None: a shard has only a part of each block."""
         self.block_fetches = None if self.block_memory is None else BlockFetches(block_manager, self.block_memory, clock)
-        self.scheduler = Scheduler(config, block_manager, self._adapter_cache.touch)
+        self.scheduler = Scheduler(config, block_manager, self._adapter_cache.touch, self.chains.order)
         self._async_decoder = AsyncDecoder(self._runner, block_manager, self.host_tier.flush)
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
         self._preempted: list[Sequence] = []
@@ -135,26 +147,32 @@ class EngineCore:
         self._clock, self._device_share = clock, device_share
         self._free_cores = FreeCores() if model.device.type == "cpu" else nullcontext()
         self._ids = itertools.count()
-        eos = model.generation_config.eos_token_id
-        self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
     # Adapters
 
-    def prepare(self, folder: str | Path) -> PreparedAdapter:
-        """Read and check an adapter. Thread-safe. Raises what is wrong with it."""
-        return self._adapter_cache.prepare(Path(folder))
+    def prepare(self, folder: str | Path, model: str | None = None) -> PreparedAdapter:
+        """Read and check an adapter. Thread-safe. Raises what is wrong with it.
+
+        Of several models, it is for `model`; None: the one that its config names, or the default.
+        """
+        return self._adapter_cache.prepare(Path(folder), None if model is None else self.chains.hash_of(model))
 
     def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> PreparedAdapter:
         """The same for an adapter in memory; `folder` is where it can be read again. Thread-safe."""
-        return self._adapter_cache.prepare_loaded(adapter, folder)
+        return self._adapter_cache.prepare_loaded(adapter, folder, self.chains.default.hash)
 
     def put_adapter(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
-        """Serve a prepared adapter under `name` from now on. Accepted requests keep their version."""
+        """Serve a prepared adapter under `name` from now on. Accepted requests keep their version.
+
+        Raises `AdapterExists` for a name of a model.
+        """
+        if name in self.chains.by_name:
+            raise AdapterExists(f"{name!r} is the name of a model: choose another for the adapter")
         return self._adapter_cache.register(name, prepared)
 
-    def add_adapter(self, name: str, folder: str | Path) -> str:
-        """Serve the PEFT adapter in this folder under `name`; its content hash."""
-        return self.put_adapter(name, self.prepare(folder)).hash
+    def add_adapter(self, name: str, folder: str | Path, model: str | None = None) -> str:
+        """Serve the PEFT adapter in this folder under `name`, on one of several `model`s; its content hash."""
+        return self.put_adapter(name, self.prepare(folder, model)).hash
 
     def remove_adapter(self, name: str) -> None:
         """Remove the name; the memory is free after its last request. Raises `UnknownAdapter`."""
@@ -168,6 +186,11 @@ class EngineCore:
     def adapters(self) -> dict[str, str]:
         """The content hash of each name."""
         return {name: version.hash for name, version in self._adapter_cache.registry.versions.items()}
+
+    @property
+    def adapter_models(self) -> dict[str, str]:
+        """The model of each adapter's name, of several models."""
+        return self.chains.name_adapters(self._adapter_cache.registry)
 
     @property
     def adapter_names(self) -> Collection[str]:
@@ -211,9 +234,17 @@ class EngineCore:
 
     # Requests
 
-    def add(self, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = "") -> Sequence:
+    def add(
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        model: str | None = None,
+    ) -> Sequence:
         """Queue one completion. Raises what is wrong with the request."""
-        return self.add_several(1, prompt, sampling, adapter=adapter, tenant=tenant)[0]
+        return self.add_several(1, prompt, sampling, adapter=adapter, tenant=tenant, model=model)[0]
 
     def add_several(
         self,
@@ -225,8 +256,11 @@ class EngineCore:
         tenant: str = "",
         resume: Seq[Seq[int] | None] | None = None,
         source: EngineAddress | None = None,
+        model: str | None = None,
     ) -> list[Sequence]:
         """Queue `n` completions of one prompt: all, or none and an error.
+
+        Of several models, `model` computes them; None: that of the adapter, or the default.
 
         `resume` continues completions that another engine has begun: the tokens of each so far, None for those that have
         finished. Equal seeds give the tokens that the other engine would have given. A completion whose tokens are complete
@@ -237,10 +271,15 @@ class EngineCore:
         if isinstance(adapter, PreparedAdapter):
             self._adapter_cache.register(_UNNAMED, adapter)
             try:
-                return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant, resume=resume, source=source)
+                return self.add_several(
+                    n, prompt, sampling, adapter=_UNNAMED, tenant=tenant, resume=resume, source=source, model=model
+                )
             finally:
                 self._adapter_cache.unregister(_UNNAMED)
         record = None if adapter is None else self._adapter_cache.lookup(adapter)
+        chain = self.chains.hash_of(model) if record is None or model is not None else record.chain
+        if record is not None and record.chain != chain:
+            raise UnknownAdapter(f"there is no adapter {adapter!r} of the model {model!r}: it is for another one")
         sequence = Sequence(
             id=str(next(self._ids)),
             tenant=tenant,
@@ -248,8 +287,9 @@ class EngineCore:
             sampling=sampling,
             arrival=self._clock(),
             adapter=record.hash if record else "",
+            chain=chain,
             cache_salt=tenant.encode(),
-            eos_ids=self._eos,
+            eos_ids=self.chains.eos_ids[chain],
         )
         sequences = sequence.fork(n)
         if resume is not None:
@@ -259,6 +299,7 @@ class EngineCore:
             for one in sequences:
                 one.parent = None if one is sequences[0] else sequences[0]
         self.scheduler.add(*sequences)
+        self.chains.count_request(chain, len(sequences))
         if record is not None:
             self._adapter_cache.acquire(record.hash, len(sequences))
         for one in sequences:
@@ -316,6 +357,8 @@ class EngineCore:
         self.num_steps += 1
         self.num_rows += batch.num_rows
         self.num_sampled += len(batch.sampled)
+        if self.chains.by_name:
+            self.chains.count_tokens(sequence.chain for sequence in batch.sampled)
         with self._device_share, self._free_cores:
             started = self._clock()
             sampled = self._run(batch)
@@ -397,17 +440,3 @@ class EngineCore:
 def _step_error(error: Exception) -> PassFailed:
     """Without details, which are in the log."""
     return PassFailed(f"the step that computed this completion failed: {type(error).__name__}")
-
-
-def _check_settings(pages: Any, page_size: Any, cache_bytes: Any, residency: Any, limits: Iterable[str]) -> None:
-    """Check the settings of an `EngineCore` that no config checks. Raises `OutOfRange`."""
-    for name in limits:
-        if name not in _SCHEDULER_SETTINGS:
-            expected = f"pages, page_size, cache_bytes, host_cache_bytes, residency, {', '.join(_SCHEDULER_SETTINGS)}"
-            raise OutOfRange(f"{name!r} is no setting of the engine", field=name, expected=f"some of {expected}")
-    check_range("pages", pages, 1, 1 << 31, integer=True)
-    check_range("page_size", page_size, 1, 1 << 16, integer=True)
-    if cache_bytes is not None:
-        check_range("cache_bytes", cache_bytes, 0, 1 << 50, integer=True)
-    if not isinstance(residency, AdapterCacheConfig):
-        raise OutOfRange(f"residency is {residency!r:.80}", field="residency", expected="an AdapterCacheConfig")

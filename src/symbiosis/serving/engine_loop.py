@@ -18,7 +18,7 @@ from typing import Any
 
 from symbiosis.adapters.names import resolve_adapter_name
 from symbiosis.common import denormals
-from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests, UnknownAdapter
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Preempted, Rejected, Result, Token
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
@@ -213,8 +213,9 @@ class EngineLoop:
             if request.id in self._requests:
                 raise SymbiosisError(f"request {request.id!r} exists already: choose another id")
             adapter: str | PreparedAdapter | None = request.adapter if unnamed is None else unnamed
+            model = None
             if isinstance(adapter, str):  # the version is fixed within this operation, when the request is queued
-                adapter = resolve_adapter_name(adapter, request.tenant, self._core.adapter_names)
+                adapter, model = self._resolve(adapter, request.tenant)
             sequences = self._core.add_several(
                 request.n,
                 request.prompt,
@@ -223,6 +224,7 @@ class EngineLoop:
                 tenant=request.tenant,
                 resume=request.resume,
                 source=request.source,
+                model=model,
             )
         except SymbiosisError as error:
             self._events.append(Rejected(request.id, error))
@@ -236,6 +238,15 @@ class EngineLoop:
         for sequence in list(sequences):
             if sequence.reason is not None:  # it was resumed after its last token
                 self._finish(sequence)
+
+    def _resolve(self, name: str, tenant: str) -> tuple[str | None, str | None]:
+        """The adapter or the model that a tenant calls so. An adapter of its own comes first. Raises `UnknownAdapter`."""
+        try:
+            return resolve_adapter_name(name, tenant, self._core.adapter_names), None
+        except UnknownAdapter:
+            if name in self._core.chains.by_name:
+                return None, name
+            raise
 
     def _cancel(self, id: str, number: int | None) -> None:
         for sequence in list(self._requests.get(id, ())):
@@ -272,6 +283,8 @@ class EngineLoop:
             self._events.append(Rejected(id, TooManyRequests(message)))
         elif name in self._core.adapter_names and not replace:
             self._events.append(Rejected(id, _exists(name)))
+        elif name in self._core.chains.by_name:
+            self._events.append(Rejected(id, AdapterExists(f"{name!r} is the name of a model: choose another")))
         else:
             self._loads.add(id)
             self._loader.submit(self._load, id, name, folder, replace)
@@ -320,7 +333,9 @@ class EngineLoop:
         scheduler, block_manager = self._core.scheduler, self._core.scheduler.block_manager
         adapters = self._core.adapter_stats()
         return {
+            "models": self._core.chains.stats(),
             "adapters": self._core.adapters,
+            "adapter_models": self._core.adapter_models,
             "adapters_pinned": sorted(self._core.pinned),
             "adapters_on_device": self._core.adapters_on_device,
             "adapters_resident": adapters.resident,

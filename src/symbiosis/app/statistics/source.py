@@ -79,6 +79,10 @@ class StatisticsSource:
         """Include hosted serving and training: those of the last call."""
         self._hosted = hosted
 
+    def count_weights(self, tensors: Iterable[Tensor]) -> None:
+        """Count these instead of the weights given at the start, which are among them."""
+        self._weight_bytes = count_storages(tensors)
+
     def detach(self, hosted: HostedParts) -> None:
         """They are closing."""
         if self._hosted is hosted:

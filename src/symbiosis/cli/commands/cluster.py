@@ -32,7 +32,8 @@ from symbiosis.cli.commands.engine_options import (
     engine_config,
 )
 from symbiosis.cli.commands.options import DEFAULT_URL, Key, ReadyFile, ShutdownDelay
-from symbiosis.cli.commands.serve import DEFAULT_HTTP, Stop, read_adapters, read_tokens
+from symbiosis.cli.commands.serve import DEFAULT_HTTP
+from symbiosis.cli.commands.serve_inputs import Stop, read_adapters, read_tokens
 from symbiosis.cli.views.cluster_view import print_cluster
 from symbiosis.errors import SymbiosisError
 

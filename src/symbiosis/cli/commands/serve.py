@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import select
 import signal
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from typer.core import TyperCommand
 
 from symbiosis.cli.commands.options import DEFAULT_ADDRESS, ShutdownDelay, is_given
+from symbiosis.cli.commands.serve_inputs import Stop, read_adapters, read_names, read_tokens
+from symbiosis.cli.commands.serve_zoo import HostedZoo, check_zoo_options
 from symbiosis.common import file_limits
 from symbiosis.errors import SymbiosisError
 
@@ -57,10 +58,32 @@ def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
     return typer.Option(name, min=0, help=help, show_default=not hidden, rich_help_panel="Limits of serving over HTTP")
 
 
-@app.command(cls=_Serve, epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http")
+@app.command(
+    cls=_Serve,
+    epilog="Examples: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http   symbiosis serve --zoo ./zoo",
+)
 def serve(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")] = None,
+    zoo: Annotated[
+        Path | None,
+        typer.Option(
+            "--zoo",
+            metavar="FOLDER",
+            show_default=False,
+            help="Instead of MODEL: serve all models of a zoo (`symbiosis zoo`) over HTTP, by name. What they share is in "
+            "memory and computed once.",
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            metavar="NAME,NAME",
+            show_default=False,
+            help="Of the zoo, only these; the first is the default. (default: all; the first one added)",
+        ),
+    ] = None,
     listen: Annotated[
         list[str] | None,
         typer.Option(
@@ -230,7 +253,13 @@ def serve(
     tenant_queued: Annotated[int, _limit("--tenant-queued", "Most queued sequences of one tenant.")] = 1024,
     shutdown_delay: ShutdownDelay = 0.0,
 ) -> None:
-    """Load one base model and serve it to tenants until Ctrl-C."""
+    """Load one base model, or the models of a zoo, and serve to tenants until Ctrl-C."""
+    if zoo is not None:
+        check_zoo_options(model, shards)
+        http = DEFAULT_HTTP if http is None else http
+    elif models is not None:
+        raise SymbiosisError("--models names models of a zoo: add --zoo FOLDER")
+    names = None if models is None else read_names(models, "--models")
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
     adapters = read_adapters(adapter or [])
     for_http = [name for name in _FOR_HTTP if is_given(ctx, name)]
@@ -282,17 +311,20 @@ def serve(
             check_sharding(sharding)
         for address in listen:
             check_address(address, tokens)  # before the model is loaded
-        check_server(
-            ModelSize.of(model, resolve_dtype(dtype)),
-            resolve_device(device) if place is None else place,
-            hosting=http is not None,
-            shards=shards or 1,
-            cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
-            adapter_bytes=int(adapter_gb * 1e9),
-        )
+        cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
+        if zoo is None:
+            check_server(
+                ModelSize.of(model, resolve_dtype(dtype)),
+                resolve_device(device) if place is None else place,
+                hosting=http is not None,
+                shards=shards or 1,
+                cache_bytes=cache_bytes,
+                adapter_bytes=int(adapter_gb * 1e9),
+            )
     file_limits.raise_open_file_limit()  # every channel uses two file descriptors
     with ExitStack() as stack:
         mesh, processes = None, None
+        hosted = HostedZoo.open(stack, zoo, names, device, dtype, cache_bytes, err)
         if shards is not None and place is not None:
             processes = stack.enter_context(ShardProcesses(shards, sys.argv[1:]))
             mesh = processes.join(place)
@@ -301,7 +333,7 @@ def serve(
         ) as progress:
             task = progress.add_task("Splitting", total=None, visible=False)
             executor = Executor(
-                model,
+                model if hosted is None else hosted.model,
                 device,
                 dtype,
                 policy,
@@ -313,6 +345,7 @@ def serve(
                 max_wait_ms=max_wait_ms,
                 training_share=training_share,
                 training_slowdown=training_slowdown,
+                tokenizer=None if hosted is None else hosted.tokenizer,
                 hosting=http is not None,
                 shards=mesh,
                 sharding=sharding,
@@ -331,7 +364,7 @@ def serve(
                     http,
                     keys=keys,
                     admin_key=admin_key,
-                    adapters=adapters,
+                    adapters=adapters if hosted is None else hosted.add_adapters(adapters),
                     adapter_root=adapter_root,
                     uploads=uploads,
                     jobs=jobs,
@@ -341,7 +374,7 @@ def serve(
                     cors_origins=cors_origin or (),
                     shutdown_delay_s=shutdown_delay,
                     temperature=temperature,
-                    cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+                    cache_bytes=cache_bytes,
                     host_cache_bytes=int(host_cache_gb * 1e9),
                     residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
                     workers=http_workers,
@@ -349,11 +382,14 @@ def serve(
                     max_running=max_running,
                     max_queued=max_queued,
                     tenant_queued=min(tenant_queued, max_queued),
+                    **({} if hosted is None else hosted.options),
                 )
             )
         addresses = [executor.listen(address) for address in listen]
         if rank == 0:
             typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
+            for line in () if hosted is None else hosted.summary():
+                typer.echo(line)
             _explain(addresses[0], is_secret=bool(tokens))
         for address in addresses:
             typer.echo(f"listening at {address}")
@@ -382,51 +418,6 @@ def _explain(address: str, *, is_secret: bool) -> None:
         "  tokenizer = model.symbiosis.tokenizer()\n"
         '  print(tokenizer.decode(model.generate(**tokenizer("Hello", return_tensors="pt"))[0]))\n'
     )
-
-
-def read_adapters(given: list[str]) -> dict[str, Path]:
-    """Parse `NAME=FOLDER`."""
-    adapters: dict[str, Path] = {}
-    for entry in given:
-        name, mark, folder = entry.partition("=")
-        if not mark or not name or not folder:
-            raise SymbiosisError(f"--adapter {entry}: expected NAME=FOLDER")
-        if name in adapters:
-            raise SymbiosisError(f"two adapters are named {name!r}: names must be unique")
-        adapters[name] = Path(folder)
-    return adapters
-
-
-def read_tokens(given: list[str], environment: str, what: str = "token") -> dict[str, str]:
-    """Parse `NAME=SECRET` or plain `SECRET`. Errors do not contain the secret."""
-    tokens: dict[str, str] = {}
-    plain = 0
-    for entry in [*given, *(part.strip() for part in environment.split(",") if part.strip())]:
-        name, mark, secret = entry.partition("=")
-        if not mark:
-            plain += 1
-            name, secret = f"tenant-{plain}", entry
-        if not name or not secret:
-            raise SymbiosisError(f"a {what} must be NAME=SECRET or SECRET, neither empty")
-        if name in tokens:
-            raise SymbiosisError(f"two {what}s name the tenant {name!r}: give each tenant one")
-        tokens[name] = secret
-    return tokens
-
-
-class Stop:
-    """Set by signals. A second signal can interrupt the handler (`make` forwards signals), so it takes no lock."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-
-    def __call__(self, *_: object) -> None:
-        with suppress(BlockingIOError):
-            os.write(self._write, b".")
-
-    def wait(self, seconds: float) -> bool:
-        return bool(select.select([self._read], [], [], seconds)[0])
 
 
 def _warn_not_persisted(uploads: Path | None, jobs: Path | None) -> None:

@@ -128,6 +128,8 @@ def _details(stats: Stats) -> Iterator[RenderableType]:
         sessions = passes["sessions"] / max(1, passes["passes"])
         yield Text(f"training: {passes['steps']:,} steps in {passes['passes']:,} packed passes of {sessions:.2f} jobs")
     if serving := stats.get("serving"):
+        for name, model in serving.get("models", {}).items():
+            yield Text(f"model {name}: {model['requests']:,} completions · {model['tokens']:,} tokens")
         yield from _adapters(serving)
     elif names := [name for row in rows for name in row.get("adapters", ())]:
         yield _list_names("adapters: ", names)

@@ -84,6 +84,16 @@ _CLUSTER = {
 }
 
 
+def _by_model(models: dict[str, Any]) -> Iterator[Metric]:
+    """Of several models of one engine."""
+    texts = {"requests": ("completions", "Completions of each model."), "tokens": ("tokens", "Sampled tokens of each model.")}
+    for field, (name, text) in texts.items():
+        family = CounterMetricFamily(f"symbiosis_model_{name}", text, labels=["model"])
+        for model, values in models.items():
+            family.add_metric([model], values[field])
+        yield family
+
+
 class _Families(Collector):
     def __init__(self, statistics: Statistics | None) -> None:
         self._is_up, self._statistics = statistics is not None, statistics or {}
@@ -104,6 +114,8 @@ class _Families(Collector):
             group, _, field = key.rpartition(".")
             values = self._serving.get(group, {}) if group else self._serving
             yield GaugeMetricFamily(name, text, value=values.get(field, 0))
+        if models := self._serving.get("models"):
+            yield from _by_model(models)
 
     def _cluster(self) -> Iterator[Metric]:
         engines, cluster = self._statistics["engines"], self._statistics["cluster"]

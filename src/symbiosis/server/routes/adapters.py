@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class AdapterRoutes:
 
     def __init__(self, engine: Engine, settings: Settings, store: AdapterStore, jobs: JobService) -> None:
         self._engine, self._settings, self._store, self._jobs = engine, settings, store, jobs
-        self._names = ModelNames(settings.base, settings.hub_id)
+        self._names = ModelNames(settings.base, settings.hub_id, settings.models)
         self._name_locks = KeyedLocks()
         """By owner and name: the served and the stored adapter change together."""
 
@@ -64,13 +63,13 @@ class AdapterRoutes:
         else:
             found = [(owner, name, hash) for name, (owner, hash) in visible_adapters(caller, served).items()]
         found.sort(key=lambda each: (each[1], each[0] or ""))
-        return JSONResponse({"object": "list", "data": [self._body(*each, stats["adapters_pinned"]) for each in found]})
+        return JSONResponse({"object": "list", "data": [self._body(*each, stats) for each in found]})
 
-    def _body(self, owner: str | None, name: str, hash: str, pinned: Collection[str]) -> dict[str, Any]:
-        stored = self._store.get(owner, name)
-        size, is_pinned = None if stored is None else stored.bytes, qualify_name(owner, name) in pinned
-        body = {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash}
-        return {**body, "bytes": size, "pinned": is_pinned}
+    def _body(self, owner: str | None, name: str, hash: str, stats: dict[str, Any]) -> dict[str, Any]:
+        stored, full = self._store.get(owner, name), qualify_name(owner, name)
+        parent = stats.get("adapter_models", {}).get(full, self._settings.base)
+        body = {"id": name, "object": "adapter", "owner": owner, "parent": parent, "root": hash}
+        return {**body, "bytes": None if stored is None else stored.bytes, "pinned": full in stats["adapters_pinned"]}
 
     async def upload(self, request: Request) -> Response:
         """Store the two files of an adapter and serve it, in place of an older one of that name."""
@@ -87,8 +86,7 @@ class AdapterRoutes:
             await self._jobs.finish(asyncio.to_thread(upload.abort))
             raise
         hash = await self._jobs.finish(self._serve(upload))
-        pinned = (await self._engine.ask("stats"))["adapters_pinned"]
-        return JSONResponse(self._body(owner, name, hash, pinned), 201)
+        return JSONResponse(self._body(owner, name, hash, await self._engine.ask("stats")), 201)
 
     async def _receive(self, request: Request, upload: AdapterUpload) -> None:
         buffers: dict[str, bytearray] = {field: bytearray() for field in FIELDS}
@@ -205,8 +203,9 @@ class AdapterRoutes:
         return name
 
     def _check_not_base(self, name: str, field: str) -> None:
-        if self._names.is_base(name):
-            raise BadRequest(f"{name} is the name of the base model: choose another", field=field)
+        if self._names.is_model(name):
+            what = "the base model" if self._names.is_base(name) else "a model"
+            raise BadRequest(f"{name} is the name of {what}: choose another", field=field)
 
 
 def _no_file(name: str, file: str) -> UnknownAdapter:

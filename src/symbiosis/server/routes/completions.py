@@ -33,7 +33,7 @@ class CompletionRoutes:
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._gate, self._metrics, self._defaults = gate, metrics, settings.default_sampling
-        self._names = ModelNames(settings.base, settings.hub_id)
+        self._names = ModelNames(settings.base, settings.hub_id, settings.models)
 
     async def complete(self, request: Request) -> Response:
         body, tenant = await read_json(request, CompletionRequest), request.state.caller.tenant

@@ -37,7 +37,7 @@ _IDEMPOTENCY_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 class FineTuningRoutes:
     def __init__(self, engine: Engine, settings: Settings, jobs: JobService) -> None:
         self._engine, self._base, self._jobs = engine, settings.base, jobs
-        self._names = ModelNames(settings.base, settings.hub_id)
+        self._names = ModelNames(settings.base, settings.hub_id, settings.models)
 
     async def create(self, request: Request) -> Response:
         self._jobs.check()

@@ -27,7 +27,7 @@ from symbiosis.adapters.parts import Adapter
 from symbiosis.common.lrfu_scores import LrfuScores
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
 from symbiosis.serving.lora.adapter_loader import AdapterLoader, LoadTask
-from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion, PreparedAdapter, Source
+from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion, PreparedAdapter
 from symbiosis.serving.lora.byte_allocator import ByteAllocator, Cost
 from symbiosis.serving.lora.converter import Converter, DivideAdapter
 from symbiosis.serving.lora.device_pool import CpuPool, CudaPool
@@ -105,7 +105,8 @@ class AdapterCache:
 
     `running` returns the number of running sequences by adapter; these adapters are not evicted. `on_load` is called when
     an adapter becomes resident, `on_evict` before its device memory is reused. `divide`: of the first of several shards.
-    Adapters are read from `folders`.
+    Adapters are read from `folders`. `chains` are models by hash, one or several. An adapter is for the
+    one that `choose_chain` returns, unless it is given.
     """
 
     def __init__(
@@ -119,13 +120,17 @@ class AdapterCache:
         on_evict: Callable[[EngineAdapter], None],
         divide: DivideAdapter | None = None,
         folders: ArtifactFolders,
+        chains: Mapping[str, PreTrainedModel] | None = None,
+        choose_chain: Callable[[Adapter], str] = lambda adapter: "",
     ) -> None:
         self._config, self._running, self._on_load, self._on_evict = config, running, on_load, on_evict
         self._host, self._device = make_pools(model.device, config)
         linear = (LayerKind.LINEAR, LayerKind.CONV1D)
         layers = [path for path, module in facts.modules.items() if module.kind in linear]
         self.slots = SlotTable(config.slots, layers, model.device)
-        self._loader = AdapterLoader(self._host, self._device, Converter(model, divide), facts, self.slots, folders)
+        self._choose_chain = choose_chain
+        converters = {hash: Converter(each, divide) for hash, each in (chains or {"": model}).items()}
+        self._loader = AdapterLoader(self._host, self._device, converters, facts, self.slots, folders)
         self.registry = AdapterRegistry()
         self.resident: OrderedDict[str, EngineAdapter] = OrderedDict()
         """Adapters on the device by hash, least recently used first."""
@@ -138,23 +143,24 @@ class AdapterCache:
         self._loads = self._failures = self._evictions = 0
         self._load_s = 0.0
 
-    def prepare(self, folder: Path) -> PreparedAdapter:
+    def prepare(self, folder: Path, chain: str | None = None) -> PreparedAdapter:
         """Read and check an adapter. Thread-safe. Raises `BadAdapter` or `UnsupportedAdapter`."""
-        return self._prepare(self._loader.read(folder), folder)
+        return self._prepare(self._loader.read(folder), folder, chain)
 
-    def prepare_loaded(self, adapter: Adapter, folder: Path | None) -> PreparedAdapter:
+    def prepare_loaded(self, adapter: Adapter, folder: Path | None, chain: str | None = None) -> PreparedAdapter:
         """As `prepare`, for an adapter in memory. After an eviction it is read from `folder`. Thread-safe.
 
         Without a folder the adapter stays in host memory until it is unreferenced.
         """
-        packed = self._loader.convert(adapter)
-        return self._prepare(packed, packed if folder is None else folder)
+        return self._prepare(adapter, folder, chain)
 
-    def _prepare(self, packed: PackedAdapter, source: Source) -> PreparedAdapter:
+    def _prepare(self, adapter: Adapter, folder: Path | None, chain: str | None) -> PreparedAdapter:
+        chain = self._choose_chain(adapter) if chain is None else chain
+        packed = self._loader.convert(adapter, chain)
         for pool, limit in (("device", self._device.size), ("host", self._host.size)):
             if limit and packed.nbytes > limit:
                 raise UnsupportedAdapter(f"adapter too large: {packed.nbytes} bytes > {limit} bytes of the {pool} pool")
-        return PreparedAdapter(packed, source)
+        return PreparedAdapter(packed, packed if folder is None else folder, chain)
 
     def register(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
         """Serve an adapter under `name`. Accepted requests keep their version."""
@@ -338,7 +344,7 @@ class AdapterCache:
         assert offset is not None, "evictions freed the memory"
         self._loading[record.hash] = record.hash not in self._host
         fence = self._device.record_fence()
-        self._loader.submit(LoadTask(record.hash, tuple(record.sources), offset, fence, time.monotonic()))
+        self._loader.submit(LoadTask(record.hash, record.chain, tuple(record.sources), offset, fence, time.monotonic()))
 
 
 def _load_error(record: AdapterRecord, task: LoadTask, error: Exception) -> SymbiosisError | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -22,7 +22,7 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, SymbiosisError
-from symbiosis.serving.lora.adapter_registry import Source
+from symbiosis.serving.lora.adapter_registry import Source, on_chain
 from symbiosis.serving.lora.converter import Converter
 from symbiosis.serving.lora.device_pool import CpuPool
 from symbiosis.serving.lora.host_pool import HostPool
@@ -41,6 +41,8 @@ class LoadTask:
     """A load to the device."""
 
     hash: str
+    chain: str
+    """Hash of the adapter's chain; empty: the engine has one model."""
     sources: tuple[Source, ...]
     """Tried in this order."""
     offset: int
@@ -66,13 +68,14 @@ class AdapterLoader:
         self,
         host: HostPool,
         device: CpuPool,
-        converter: Converter,
+        converters: Mapping[str, Converter],
         facts: ModelFacts,
         slots: SlotTable,
         folders: ArtifactFolders,
     ) -> None:
+        """`converters`: for each chain, by its hash."""
         self._host, self._device, self._slots = host, device, slots
-        self._converter, self._facts, self._folders = converter, facts, folders
+        self._converters, self._facts, self._folders = converters, facts, folders
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-copies")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-reads")
         self._events: SimpleQueue[LoadedAdapter | str] = SimpleQueue()
@@ -81,15 +84,17 @@ class AdapterLoader:
         self.reads = 0
         """Reads from disk of adapters that no pool had."""
 
-    def read(self, folder: Path) -> PackedAdapter:
+    def read(self, folder: Path) -> Adapter:
         """Read and check an adapter in the calling thread. Raises what is wrong with it, or with the store."""
         with self._folders.hold(folder) as held:
-            return self.convert(read_adapter(held, self._facts))
+            return read_adapter(held, self._facts)
 
-    def convert(self, adapter: Adapter) -> PackedAdapter:
-        """A checked adapter in the engine's form. Raises `UnsupportedAdapter`."""
+    def convert(self, adapter: Adapter, chain: str) -> PackedAdapter:
+        """A checked adapter in the engine's form, on a chain. Raises `UnsupportedAdapter`."""
+        if chain:
+            adapter = replace(adapter, hash=on_chain(adapter.hash, chain))
         with self._device.use_side_stream(), torch.no_grad():
-            return self._converter.convert(adapter)
+            return self._converters[chain].convert(adapter)
 
     def store_in_host(self, packed: PackedAdapter) -> None:
         """Copy an adapter to the host pool in the background."""
@@ -162,7 +167,7 @@ class AdapterLoader:
                 return source
             self.reads += 1
             try:
-                packed = self.read(source)
+                packed = self.convert(self.read(source), task.chain)
             except SymbiosisError as error:
                 errors.append(error)
                 continue

@@ -6,6 +6,7 @@ hash it was accepted with, so a later registration under the same name does not 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,19 @@ Source: TypeAlias = Path | PackedAdapter
 """An adapter's folder, or the adapter itself if no folder has it."""
 
 
+def on_chain(adapter_hash: str, chain: str) -> str:
+    """The hash of an adapter on a chain: its weights in the engine's form may depend on those of the model."""
+    return hashlib.sha256(f"{chain}:{adapter_hash}".encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedAdapter:
     """A checked adapter without a name."""
 
     packed: PackedAdapter
     source: Source
+    chain: str = ""
+    """Hash of the chain that it was prepared for; empty: the engine has one model."""
 
     @property
     def hash(self) -> str:
@@ -49,6 +57,8 @@ class AdapterRecord:
     nbytes: int
     virtual_tokens: int
     """Tokens before every prompt."""
+    chain: str = ""
+    """Hash of its chain; empty: the engine has one model."""
     sources: list[Source] = field(default_factory=list)
     """Where the adapter can be read again, latest first."""
     names: set[str] = field(default_factory=set)
@@ -96,7 +106,7 @@ class AdapterRegistry:
         hash, source, adapter = prepared.hash, prepared.source, prepared.packed.adapter
         older = self._versions.get(name)
         virtual_tokens = adapter.virtual.count if adapter.virtual else 0
-        record = self._records.setdefault(hash, AdapterRecord(hash, prepared.packed.nbytes, virtual_tokens))
+        record = self._records.setdefault(hash, AdapterRecord(hash, prepared.packed.nbytes, virtual_tokens, prepared.chain))
         if isinstance(source, Path):
             folders: list[Source] = [each for each in record.sources if isinstance(each, Path) and each != source]
             record.sources = [source, *folders][:_MAX_SOURCES]

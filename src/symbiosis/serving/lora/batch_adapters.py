@@ -21,7 +21,7 @@ from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
 
-_MAX_GROUPS = 4  # cached
+_CACHED_GROUPS = 4
 
 _Segments: TypeAlias = tuple[AdapterSegment, ...]
 _Ops: TypeAlias = dict[tuple[str, ...], AdapterOps]  # by layer
@@ -72,7 +72,9 @@ class DeferredDelta:
 class ActiveAdapters:
     """The adapters of the current batch, as the patched layers see them."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached_groups: int = _CACHED_GROUPS) -> None:
+        """`cached_groups`: most lists of segments whose ops are kept."""
+        self._cached_groups = cached_groups
         self.table: SlotTable | None = None
         """Set if GPU kernels compute LoRA deltas."""
         self._row_counts: tuple[int, int] | None = None
@@ -100,6 +102,16 @@ class ActiveAdapters:
             size, device = tile_rows(num_rows, len(segments), self.table.max_rank), self.table.device
             self._tiles = Tiles.of(self.slot_segments(segments), size, device)
             self._head_tiles = Tiles.of(self.slot_segments(head_segments), size, device) if head_segments else None
+
+    def save(self) -> Any:
+        """What layers read of this batch, for `restore`."""
+        kernels = (self._tiles, self._head_tiles, self._lora_batches, self._side_stream)
+        return self._group, self._head_group, self._row_counts, kernels
+
+    def restore(self, saved: Any) -> None:
+        """Let layers read a batch that was begun before, while no adapter of it was evicted."""
+        self._group, self._head_group, self._row_counts, kernels = saved
+        self._tiles, self._head_tiles, self._lora_batches, self._side_stream = kernels
 
     def slot_segments(self, segments: Sequence[AdapterSegment]) -> list[SlotSegment]:
         """The segments by slot, for kernels."""
@@ -148,7 +160,7 @@ class ActiveAdapters:
         key = tuple(segments)
         ops = self._groups.setdefault(key, {})
         self._groups.move_to_end(key)
-        if len(self._groups) > _MAX_GROUPS:
+        if len(self._groups) > self._cached_groups:
             self._groups.popitem(last=False)
         return key, ops
 

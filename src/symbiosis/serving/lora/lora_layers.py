@@ -7,7 +7,7 @@ computes what the base layer computes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from symbiosis.models.patches.mixin import PatchedLayer, mix_in, plain_linears
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_ops import FusedProjection
 
+PackedKey: TypeAlias = tuple[int, torch.Size]
+"""Address and shape of a weight."""
 _MAX_PACKED_SHARE = 0.25
 """Of the memory that is available, for packed copies of weights."""
 
@@ -128,13 +130,23 @@ def install_lora_layers(
                 object.__setattr__(member, "symbiosis_fused", fused)
 
 
-def pack_projections(model: PreTrainedModel) -> int:
-    """Keep packed copies of the weights on a CPU, if they fit easily. Returns their bytes."""
+def pack_projections(model: PreTrainedModel, packed: dict[PackedKey, FusedProjection] | None = None) -> int:
+    """Keep packed copies of the weights on a CPU, if they fit easily. Returns their bytes.
+
+    `packed`: projections of other models that were packed, by their weights. Shared weights share the copy. Those of this model
+    are added.
+    """
+    packed = {} if packed is None else packed
     projections = {id(each.symbiosis_fused): each.symbiosis_fused for each in model.modules() if isinstance(each, LoraLinear)}
-    num_bytes = sum(each.weight_OI.nbytes for each in projections.values())
-    if num_bytes > _MAX_PACKED_SHARE * available_memory():
-        return 0
-    return sum(each.pack() for each in projections.values())
+    keyed = [((each.weight_OI.data_ptr(), each.weight_OI.shape), each) for each in projections.values()]
+    new = {key: each for key, each in keyed if key not in packed}
+    num_bytes = sum(each.weight_OI.nbytes for each in new.values())
+    is_small = num_bytes <= _MAX_PACKED_SHARE * available_memory()
+    num_packed = sum(each.pack() for each in new.values()) if is_small else 0
+    packed.update(new)
+    for key, each in keyed:
+        each.share_packed(packed[key])
+    return num_packed
 
 
 def _as_one(parts: Iterable[Tensor | None]) -> Tensor | None:

@@ -73,6 +73,10 @@ class FusedProjection:
         self._packed = pack(self.weight_OI, self.bias_O)
         return 0 if self._packed is None else self.weight_OI.nbytes
 
+    def share_packed(self, other: FusedProjection) -> None:
+        """Use the packed copy of another projection of the same weight and bias."""
+        self._packed = other._packed
+
     def pop_cached(self, path: str, x: Tensor) -> Tensor | None:
         """This layer's result for the same input, if another layer has computed it."""
         found = self._cached.pop(path, None) if self._cached_x is x else None

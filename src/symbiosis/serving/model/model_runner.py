@@ -17,7 +17,8 @@ from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.models.patches.gated_mlp import patch_gated_mlps
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import install_lora_layers, pack_projections
+from symbiosis.serving.lora.lora_layers import PackedKey, install_lora_layers, pack_projections
+from symbiosis.serving.lora.lora_ops import FusedProjection
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
@@ -39,14 +40,24 @@ _LOW_PRECISION_TOLERANCE = 0.1
 class ModelRunner:
     """Owns the model, which serves nothing else from now on."""
 
-    def __init__(self, model: PreTrainedModel, kv_cache: PagedKVCache, parallel: ParallelModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv_cache: PagedKVCache,
+        parallel: ParallelModel | None = None,
+        *,
+        adapters: ActiveAdapters | None = None,
+        packed: dict[PackedKey, FusedProjection] | None = None,
+    ) -> None:
         """`parallel`, if the model is this shard's part of one.
+
+        `adapters` and `packed` are shared with runners of other models.
 
         Raises `CannotServe` if the model's results over a paged KV cache differ from its own.
         """
         if any(hasattr(module, "symbiosis_kv_cache") for module in model.modules()):
             raise CannotServe("this model is served by an engine already: give each engine a model of its own")
-        self.model, self.kv_cache, self._adapters = model, kv_cache, ActiveAdapters()
+        self.model, self.kv_cache, self._adapters = model, kv_cache, adapters or ActiveAdapters()
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self.packed_bytes = 0
@@ -66,12 +77,11 @@ class ModelRunner:
             if kernels.run_on(model.device):
                 fuse_layers_gpu(model, self._adapters)
             elif model.device.type == "cpu":
-                self.packed_bytes = pack_projections(model)
+                self.packed_bytes = pack_projections(model, packed)
                 fuse_layers_cpu(model, self._adapters)
             if not is_close(self._probe(ids), found):
                 unfuse_layers(model)
-        tolerance = _TOLERANCE.get(model.dtype, _LOW_PRECISION_TOLERANCE) * float(expected.abs().max())
-        if not torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance):
+        if not are_close_logits(found, expected):
             when = "several sequences share a batch" if parallel is None else "shards share its layers"
             raise CannotServe(f"{type(model).__name__} cannot be served: its results differ when {when}")
 
@@ -161,18 +171,29 @@ class ModelRunner:
         """The same without a CUDA graph."""
         self.kv_cache.begin(made.spans, made.prefixes)
         self._adapters.begin_batch(made.segments, made.head_segments, (len(made.ids), len(made.sampled_rows)))
-        device = self.model.device
-        inputs = {"input_ids": torch.tensor(made.ids, device=device)[None]}
-        if made.embeds:
-            rows = self.model.get_input_embeddings()(inputs.pop("input_ids"))
-            for start, values in made.embeds:
-                rows[0, start : start + len(values)] = values
-            inputs["inputs_embeds"] = rows
-        output = self.model(
-            **inputs,
-            position_ids=torch.tensor(made.positions, device=device)[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor(made.sampled_rows, device=device, dtype=torch.int64),
-        )
-        logits_BV: Tensor = output.logits[0]
-        return logits_BV
+        return run_model(self.model, made)
+
+
+def are_close_logits(found: Tensor, expected: Tensor) -> bool:
+    """Whether both are equal up to the rounding of a whole model."""
+    tolerance = _TOLERANCE.get(expected.dtype, _LOW_PRECISION_TOLERANCE) * float(expected.abs().max())
+    return torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance)
+
+
+def run_model(model: PreTrainedModel, made: ModelInput) -> Tensor:
+    """The logits of the rows that the head reads, of a batch that was begun."""
+    device = model.device
+    inputs = {"input_ids": torch.tensor(made.ids, device=device)[None]}
+    if made.embeds:
+        rows = model.get_input_embeddings()(inputs.pop("input_ids"))
+        for start, values in made.embeds:
+            rows[0, start : start + len(values)] = values
+        inputs["inputs_embeds"] = rows
+    output = model(
+        **inputs,
+        position_ids=torch.tensor(made.positions, device=device)[None],
+        use_cache=False,
+        logits_to_keep=torch.tensor(made.sampled_rows, device=device, dtype=torch.int64),
+    )
+    logits_BV: Tensor = output.logits[0]
+    return logits_BV

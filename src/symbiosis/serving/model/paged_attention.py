@@ -55,6 +55,15 @@ class PagedKVCache:
         self._batch: _TorchBatch | _KernelBatch | None = None
 
     @property
+    def batch(self) -> Any:
+        """What the layers read of the current batch. May be set again while its keys and values are valid."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch = batch
+
+    @property
     def nbytes(self) -> int:
         return self._memory.nbytes
 

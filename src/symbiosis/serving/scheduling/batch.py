@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, groupby
 
 from symbiosis.serving.scheduling.block_manager import BlockCopy
 from symbiosis.serving.scheduling.sequence import Sequence
@@ -21,7 +23,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """Chunks grouped by adapter, the base model first; decode before prefill in each group."""
+    """Chunks grouped by chain, and by adapter, the base model first; decode before prefill in each group."""
 
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
@@ -48,6 +50,8 @@ class BatchBuilder:
     now: float
     draining: dict[str, str]
     """Adapters that admit no sequence, each with the adapter that waits for its slot."""
+    chain_order: Mapping[str, int] = field(default_factory=dict)
+    """Place of each chain's chunks in the batch; empty: the engine has one model."""
     resident: dict[str, bool] = field(default_factory=lambda: {"": True})
     """Whether an adapter is on the device. Each is looked up once a step."""
     token_budget: int = field(init=False)
@@ -72,8 +76,14 @@ class BatchBuilder:
         self.token_budget -= count
 
     def build(self) -> Batch:
-        """The batch: chunks of one adapter together, the base model first, adapters by number of tokens."""
-        chunks = self._group_chunks() if self.adapters else tuple(self.chunks)
+        """The batch: chunks of one chain together, and of one adapter, the base model first, adapters by number of tokens."""
+        chunks = tuple(self.chunks)
+        if self.chain_order:
+            chunks = tuple(sorted(chunks, key=lambda chunk: self.chain_order[chunk.sequence.chain]))
+            by_chain = groupby(chunks, key=lambda chunk: chunk.sequence.chain)
+            chunks = tuple(chain.from_iterable(_group_by_adapter(tuple(own)) for _, own in by_chain))
+        elif self.adapters:
+            chunks = _group_by_adapter(chunks)
         return Batch(
             chunks=chunks,
             copies=tuple(copy for copies in self.copies.values() for copy in copies),
@@ -82,11 +92,12 @@ class BatchBuilder:
             num_rows=self.max_rows - self.token_budget,
         )
 
-    def _group_chunks(self) -> tuple[Chunk, ...]:
-        groups: dict[str, list[Chunk]] = {}
-        for chunk in self.chunks:
-            groups.setdefault(chunk.sequence.adapter, []).append(chunk)
-        base = groups.pop("", [])
-        counts = {adapter: sum(chunk.count for chunk in group) for adapter, group in groups.items()}
-        order = sorted(groups, key=lambda adapter: (counts[adapter], adapter))
-        return (*base, *(chunk for adapter in order for chunk in groups[adapter]))
+
+def _group_by_adapter(chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    groups: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault(chunk.sequence.adapter, []).append(chunk)
+    base = groups.pop("", [])
+    counts = {adapter: sum(chunk.count for chunk in group) for adapter, group in groups.items()}
+    order = sorted(groups, key=lambda adapter: (counts[adapter], adapter))
+    return (*base, *(chunk for adapter in order for chunk in groups[adapter]))

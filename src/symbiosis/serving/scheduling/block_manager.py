@@ -1,9 +1,9 @@
 """Blocks of the KV cache: reference counts, and prefix caching by content hash.
 
 Pure bookkeeping: blocks are numbers, the tensors belong to the model runner. A full block of computed tokens is hashed:
-SHA-256 of the cache salt, the adapter's content hash and all tokens up to the block's end. A sequence that begins with the
-same tokens under the same salt and adapter shares the block; no other sequence finds it. A hashed block without references
-stays cached until its memory is needed, evicted in LRU order.
+SHA-256 of the cache salt, the hashes of adapter and chain and all tokens up to the block's end. A sequence that begins with
+the same tokens under the same salt, adapter and chain shares the block; no other sequence finds it. A hashed block without
+references stays cached until its memory is needed, evicted in LRU order.
 
 Shared blocks are never written. A sequence copies a block instead in two cases: its last token lies in a cached block (it
 is always recomputed, for its logits), or it forks from a parent in the middle of a block.
@@ -272,20 +272,22 @@ class BlockManager:
         known = min(parent.num_computed_tokens, len(sequence.tokens) - 1, computed + self.block_size)
         if known <= computed or index >= len(parent.block_table):
             return computed, None
-        is_same_prefix = (parent.cache_salt, parent.adapter) == (sequence.cache_salt, sequence.adapter)
+        is_same_prefix = parent.cache_salt == sequence.cache_salt and parent.adapter == sequence.adapter
+        is_same_prefix = is_same_prefix and parent.chain == sequence.chain
         if not is_same_prefix or parent.tokens[:known] != sequence.tokens[:known]:
             return computed, None
         return known, parent.block_table[index]
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
-        """The hash of its block `index`: it covers the previous block's hash, the first one salt and adapter."""
+        """The hash of its block `index`: it covers the previous block's hash, the first one salt, adapter and chain."""
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             if hashes:
                 before = hashes[-1]
             else:
                 salt, adapter = sequence.cache_salt, sequence.adapter.encode()
-                before = hashlib.sha256(b"%d,%d:" % (len(salt), len(adapter)) + salt + adapter).digest()
+                key = b"%d,%d:" % (len(salt), len(adapter)) + salt + adapter + sequence.chain.encode()
+                before = hashlib.sha256(key).digest()
             start = len(hashes) * self.block_size
             hashes.append(hashlib.sha256(before + sequence.tokens[start : start + self.block_size].tobytes()).digest())
         return hashes[index]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 from symbiosis.errors import OutOfRange, TooManyRequests
 from symbiosis.serving.scheduling.batch import Batch, BatchBuilder, Chunk
@@ -91,9 +92,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, block_manager: BlockManager, is_resident: Callable[[str], bool] = lambda adapter: True
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockManager,
+        is_resident: Callable[[str], bool] = lambda adapter: True,
+        chain_order: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self.config = config
+        """`chain_order`: place of each chain's chunks in a batch; empty: the engine has one model."""
+        self.config, self._chain_order = config, chain_order
         self.block_manager = block_manager
         self._is_resident = is_resident
         self._reserved_blocks = int(block_manager.num_blocks * config.watermark)
@@ -186,7 +192,7 @@ class Scheduler:
     def schedule(self, now: float) -> Batch:
         """The next batch; without chunks if nothing can be computed now. `update` or `preempt` must follow."""
         assert self._batch is None, "the last batch was not updated"
-        builder = BatchBuilder(self.config.max_rows, set(self._running_adapters), now, dict(self.draining))
+        builder = BatchBuilder(self.config.max_rows, set(self._running_adapters), now, dict(self.draining), self._chain_order)
         self._schedule_decodes(builder)
         for sequence in self._running:
             if builder.token_budget <= 0:

@@ -148,6 +148,8 @@ class Sequence:
     """Time of arrival, by the scheduler's clock."""
     adapter: str = ""
     """Content hash of the adapter; empty: the base model."""
+    chain: str = ""
+    """Hash of the chain that computes it; empty: the engine has one model."""
     cache_salt: bytes = b""
     """Set by the server for each tenant: a cached block matches only sequences with the salt it was computed with."""
     weight: float = 1.0
