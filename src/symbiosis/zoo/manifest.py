@@ -10,6 +10,8 @@ from symbiosis.zoo.errors import BadZoo
 from symbiosis.zoo.partition import BlockKind, BlockPlace
 
 FORMAT = 1
+DIFFERENCE = "low-rank difference"
+"""The verdict in the provenance of a full fine-tune that is stored as an adapter."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -41,6 +43,11 @@ class ModelManifest:
     adapter: dict[str, StoredObject] = field(default_factory=dict)
     """The files of a PEFT adapter on the chain, if it has one."""
     provenance: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the adapter stands for a full fine-tune, as a low-rank difference."""
+        return bool(self.adapter) and self.provenance.get("verdict") == DIFFERENCE
 
     @property
     def objects(self) -> list[StoredObject]:
