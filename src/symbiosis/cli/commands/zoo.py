@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,7 +14,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from symbiosis.cli.demo_data import read_demo_text
+from symbiosis.cli.loss_plot import check_plot_file
 from symbiosis.cli.tables import print_fitting
+from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
     from symbiosis.zoo.zoo import Progress as Report
@@ -55,18 +59,70 @@ def add(
     ],
     name: Annotated[str | None, typer.Option(help="(default: that of the folder or file)", show_default=False)] = None,
     base: Annotated[
-        str | None, typer.Option(help="The model of the zoo that an adapter was made for.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The model that an adapter was made for; with --may-lose, the one to compare with (default: the nearest).",
+            show_default=False,
+        ),
     ] = None,
+    may_lose: Annotated[
+        float,
+        typer.Option(
+            help="Share of the loss gain over its base that a smaller chain may lose; nats per token where it has none. "
+            "0 is exact."
+        ),
+    ] = 0.0,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plain text of the kind that the model is for, some thousand tokens (default: the texts of the demo).",
+            show_default=False,
+        ),
+    ] = None,
+    recovery_steps: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=100_000,
+            help="Train a low-rank difference that keeps too little for so many steps, on what is left of the text. 0: none.",
+        ),
+    ] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write what was measured.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot what was measured.", show_default=False)] = None,
 ) -> None:
-    """Add a model. Blocks that another model of the zoo has are not stored again."""
+    """Add a model. Blocks that another model of the zoo has are not stored again; with --may-lose, a low-rank difference of
+    another model, or blocks of it, may stand for the model.
+    """
+    if plot is not None:
+        check_plot_file(plot)
+    with err.status("Starting"):
+        from symbiosis.cli.views.admission_view import plot_report, print_report
+        from symbiosis.zoo.admission import admit, check_may_lose
+        from symbiosis.zoo.calibration import read_text
+        from symbiosis.zoo.recovery import RecoveryConfig
+    check_may_lose(may_lose)
+    sample = (text.name, read_text(text)) if text is not None else ("the demo's texts", read_demo_text())
     zoo, name = _open(folder, create=True), name or source.resolve().stem
     with _progress(f"Adding {name}") as report:
-        added = zoo.add(name, source, base=base, progress=report)
-    whole = added.manifest.size
+        recovery = RecoveryConfig(steps=recovery_steps) if recovery_steps else None
+        admission = admit(zoo, name, source, may_lose=may_lose, text=sample, base=base, recovery=recovery, progress=report)
+    print_report(admission.report)
+    added, whole = admission.added, admission.added.manifest.size
     typer.echo(
         f"{name}: {added.new_blocks} of {len(added.manifest.chain)} blocks are new, {added.new_bytes / 1e6:,.1f} MB instead of "
         f"{whole / 1e6:,.1f}"
     )
+    if json_file is not None:
+        _write_json(json_file, admission.report.as_json())
+    if plot is not None:
+        plot_report(admission.report, plot)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise SymbiosisError(f"the model is in the zoo, but {file} cannot be written: {error.strerror}") from None
 
 
 @app.command("list", epilog="Example: symbiosis zoo list ./zoo")
@@ -87,7 +143,7 @@ def list_models(folder: Folder) -> None:
                 "blocks": str(len(manifest.chain)),
                 "shared": str(sum(bool(users[block.object.sha256]) for block in manifest.chain)),
                 "MB": f"{manifest.size / 1e6:,.1f}",
-                "adapter of": escape(manifest.provenance.get("base", "")),
+                "adapter of": escape(manifest.provenance.get("base", "")) if manifest.adapter else "",
                 "added": escape(manifest.provenance.get("added", "")),
             }
             table.add_row(*(cells[column] for column in columns))
