@@ -46,6 +46,7 @@ from benchmarks import (
     small_and_large,
     token_draw,
     wire_compression,
+    zoo_admission,
 )
 from benchmarks.http_load import benchmark as http_load
 from benchmarks.results import compared
@@ -298,3 +299,17 @@ def test_plans_are_compared_with_measured_memory(tmp_path):
     record = json.loads((tmp_path / "plan-memory.json").read_text())
     assert [run["role"] for run in record["runs"]] == ["executor", "tenant"]
     assert all(run["measured_bytes"] > 0 for run in record["runs"])
+
+
+def test_a_zoo_of_fine_tunes_is_made_and_measured_in_pieces(tmp_path):
+    options = ["--tiny", "--build", str(tmp_path / "build"), "--out", str(tmp_path)]
+    zoo_admission.main([*options, "--minutes", "0"])
+    assert not (tmp_path / "zoo-admission-tiny.json").exists()
+    zoo_admission.main([*options, "--minutes", "0", "--partial"])
+    assert json.loads((tmp_path / "zoo-admission-tiny.json").read_text())["missing"]
+    zoo_admission.main(options)
+    record = json.loads((tmp_path / "zoo-admission-tiny.json").read_text())
+    assert record["zoo"]["equal_to_the_bit"] == record["zoo"]["models"] == 3
+    assert record["zoo"]["saved"]["full fine-tunes as admitted"] >= record["zoo"]["saved"]["by hash"] > 0
+    assert all("measured" in case for case in record["cases"])
+    assert (tmp_path / "zoo-admission-tiny.png").is_file()
