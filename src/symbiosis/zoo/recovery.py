@@ -53,7 +53,7 @@ def recover(
                 log_p = finder.own(input_ids=x_BT, use_cache=False).logits.float().log_softmax(-1)
             log_q = student.logits(x_BT).float().log_softmax(-1)
             loss = F.kl_div(log_q.flatten(0, 1), log_p.flatten(0, 1), log_target=True, reduction="batchmean")
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(student.trained, 1.0)
             optimizer.step()
             schedule.step()
