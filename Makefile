@@ -127,7 +127,7 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 plots: $(DEV)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
 
-bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2 hours on 2 cores, as root
+bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2.5 hours on 2 cores, as root
 	$(BIN)/python -m benchmarks.policies
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
@@ -145,6 +145,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2 hours on 2 cores
 	$(BIN)/python -m benchmarks.kv_copies --cpu
 	$(BIN)/python -m benchmarks.zoo_serving
 	$(BIN)/python -m benchmarks.adapter_loads $(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON))
+	$(BIN)/python -m benchmarks.zoo_admission
 	$(BIN)/python -m benchmarks.cluster_live
 	$(BIN)/python -m benchmarks.cluster_replay
 	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)

@@ -107,10 +107,10 @@ class Tenant:
         import torch
 
         import symbiosis
-        from symbiosis.zoo.block_modules import Piece
-        from symbiosis.zoo.distillation import Training
-        from symbiosis.zoo.speculation import Speculation
-        from symbiosis.zoo.surrogate import load_surrogate, make_surrogates, surrogate_chain
+        from symbiosis.zoo.surrogates.block_modules import Piece
+        from symbiosis.zoo.surrogates.distillation import Training
+        from symbiosis.zoo.surrogates.speculation import Speculation
+        from symbiosis.zoo.surrogates.surrogate import load_surrogate, make_surrogates, surrogate_chain
         from symbiosis.zoo.zoo import Zoo
 
         piece = Piece.parse(block)

@@ -117,7 +117,7 @@ def token_ids(zoo: Any, plan: Plan, written: dict[str, str]) -> dict[str, Any]:
     """Sequences of both texts, [S, T]."""
     import torch
 
-    from symbiosis.zoo.surrogate import load_tokenizer
+    from symbiosis.zoo.surrogates.surrogate import load_tokenizer
 
     counts, found = {"used": plan.tokens, "held out": plan.held_out}, {}
     for name, count in counts.items():
@@ -129,9 +129,9 @@ def token_ids(zoo: Any, plan: Plan, written: dict[str, str]) -> dict[str, Any]:
 
 
 def run_layer(zoo: Any, plan: Plan, model: Any, ids: dict[str, Any], layer: int) -> dict[str, Any]:
-    from symbiosis.zoo.block_modules import Piece
-    from symbiosis.zoo.distillation import Training
-    from symbiosis.zoo.surrogate import make_surrogates, store_surrogate
+    from symbiosis.zoo.surrogates.block_modules import Piece
+    from symbiosis.zoo.surrogates.distillation import Training
+    from symbiosis.zoo.surrogates.surrogate import make_surrogates, store_surrogate
 
     pieces = [Piece.parse(f"{kind} {layer}") for kind in plan.kinds]
     training = Training(seconds=plan.seconds, epochs=2 if plan.tiny else 100)

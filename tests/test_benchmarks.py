@@ -46,6 +46,7 @@ from benchmarks import (
     small_and_large,
     token_draw,
     wire_compression,
+    zoo_admission,
     zoo_serving,
     zoo_simulation,
     zoo_speculation,
@@ -343,3 +344,17 @@ def test_speculation_over_a_link_has_the_same_tokens(tmp_path):
     (cell,) = json.loads((tmp_path / "zoo_speculation.json").read_text())["runs"]
     assert cell["same_tokens"] == cell["tokens"] == 8
     assert (tmp_path / "zoo_speculation.png").is_file()
+
+
+def test_a_zoo_of_fine_tunes_is_made_and_measured_in_pieces(tmp_path):
+    options = ["--tiny", "--build", str(tmp_path / "build"), "--out", str(tmp_path)]
+    zoo_admission.main([*options, "--minutes", "0"])
+    assert not (tmp_path / "zoo-admission-tiny.json").exists()
+    zoo_admission.main([*options, "--minutes", "0", "--partial"])
+    assert json.loads((tmp_path / "zoo-admission-tiny.json").read_text())["missing"]
+    zoo_admission.main(options)
+    record = json.loads((tmp_path / "zoo-admission-tiny.json").read_text())
+    assert record["zoo"]["equal_to_the_bit"] == record["zoo"]["models"] == 3
+    assert record["zoo"]["saved"]["full fine-tunes as admitted"] >= record["zoo"]["saved"]["by hash"] > 0
+    assert all("measured" in case for case in record["cases"])
+    assert (tmp_path / "zoo-admission-tiny.png").is_file()

@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.errors import CannotSplit
-from symbiosis.zoo.block_modules import Piece
 from symbiosis.zoo.errors import UnknownBlock
-from symbiosis.zoo.speculation import Speculation
+from symbiosis.zoo.surrogates.block_modules import Piece
+from symbiosis.zoo.surrogates.speculation import Speculation
 from tests.zoo.conftest import make_model
 from tests.zoo.test_speculation import nearly
 

@@ -12,10 +12,10 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import TextStreamer
 
-from symbiosis.zoo.block_modules import Piece, module_path, replace_module
 from symbiosis.zoo.errors import CannotSpeculate
-from symbiosis.zoo.speculation import Speculation
-from symbiosis.zoo.surrogate import surrogate_chain
+from symbiosis.zoo.surrogates.block_modules import Piece, module_path, replace_module
+from symbiosis.zoo.surrogates.speculation import Speculation
+from symbiosis.zoo.surrogates.surrogate import surrogate_chain
 from tests.zoo.conftest import make_model
 
 PIECES = ("ffn 1", "ffn 3", "attention 0", "attention 2", "layer 1")

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from symbiosis.zoo.activations import output_sensitivity, record
-from symbiosis.zoo.block_modules import Piece, module_path, replace_module
-from symbiosis.zoo.chain_comparison import compare_chains
-from symbiosis.zoo.distillation import Training, parts_of, prune, train
 from symbiosis.zoo.errors import BadZoo, NoSurrogate, UnknownBlock
-from symbiosis.zoo.pruning import HeadShape, head_shapes
-from symbiosis.zoo.surrogate import (
+from symbiosis.zoo.surrogates.activations import output_sensitivity, record
+from symbiosis.zoo.surrogates.block_modules import Piece, module_path, replace_module
+from symbiosis.zoo.surrogates.chain_comparison import compare_chains
+from symbiosis.zoo.surrogates.distillation import Training, parts_of, prune, train
+from symbiosis.zoo.surrogates.pruning import HeadShape, head_shapes
+from symbiosis.zoo.surrogates.surrogate import (
     load_surrogate,
     make_surrogates,
     read_text,

@@ -17,7 +17,7 @@ from symbiosis.transport.base import Link
 from symbiosis.transport.shm import ShmLink
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.transport.wire_format import WireFormat
-from symbiosis.zoo.block_modules import Piece, module_path
+from symbiosis.zoo.surrogates.block_modules import Piece, module_path
 
 _LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLink}
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symbiosis.errors import SymbiosisError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HOW_TO_INSTALL = "pip install 'symbiosis[plot]', or `pip install matplotlib`"
 
@@ -48,6 +51,11 @@ def plot_losses(events: list[dict[str, Any]], id: str, file: Path) -> None:
     axes.set(xlabel="step", ylabel="loss", title=id)
     axes.grid(alpha=0.3)
     axes.legend()
+    save_figure(figure, file)
+
+
+def save_figure(figure: Figure, file: Path) -> None:
+    """Raises `SymbiosisError`."""
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:

@@ -11,6 +11,8 @@ from symbiosis.zoo.errors import BadZoo
 from symbiosis.zoo.partition import BlockKind, BlockPlace
 
 FORMAT = 1
+DIFFERENCE = "low-rank difference"
+"""The verdict in the provenance of a full fine-tune that is stored as an adapter."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -55,6 +57,11 @@ class ModelManifest:
     provenance: dict[str, str] = field(default_factory=dict)
     surrogates: dict[str, StoredSurrogate] = field(default_factory=dict)
     """By what they stand for, such as `ffn 12`."""
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the adapter stands for a full fine-tune, as a low-rank difference."""
+        return bool(self.adapter) and self.provenance.get("verdict") == DIFFERENCE
 
     @property
     def objects(self) -> list[StoredObject]:

@@ -12,28 +12,34 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from symbiosis.models.gguf import convert_gguf
 from symbiosis.zoo.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, Checkpoint, is_adapter, read_json
+from symbiosis.zoo.differences.difference_adapter import merge_adapter
 from symbiosis.zoo.errors import BadZoo, NotAdmitted, UnknownZooModel
 from symbiosis.zoo.manifest import FORMAT, NAME, ChainBlock, ModelManifest, StoredObject, StoredSurrogate
-from symbiosis.zoo.object_folder import ObjectFolder, sync_folder
+from symbiosis.zoo.object_folder import ObjectFolder, describe, sync_folder
 from symbiosis.zoo.partition import BlockPlace, name_in_model, partition
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, and how much of how much."""
 _ZOO = "zoo.json"
+_VERIFY = "`symbiosis zoo verify` says of which models"
+_NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 def _ignore(what: str, done: int, total: int) -> None:
@@ -135,58 +141,120 @@ class Zoo:
 
     # Changes
 
-    def add(self, name: str, source: Path, *, base: str | None = None, progress: Progress = _ignore) -> Added:
+    def add(
+        self,
+        name: str,
+        source: Path,
+        *,
+        base: str | None = None,
+        provenance: Mapping[str, str] = _NONE,
+        progress: Progress = _ignore,
+    ) -> Added:
         """Add a checkpoint, a GGUF file, or a PEFT adapter on the model `base`. Raises `NotAdmitted`, and changes nothing."""
+
+        def make() -> ModelManifest:
+            if is_adapter(source):
+                return self._put_adapter(name, source, base)
+            if base is not None:
+                raise NotAdmitted(f"{source.name} is no PEFT adapter: a base is for adapters, and for --may-lose")
+            with self.opened(source, progress) as folder:
+                return self._put_checkpoint(name, folder, progress)
+
+        return self._add(name, make, {"source": source.name, **provenance})
+
+    def add_difference(
+        self, name: str, adapter: Path, model: Path, base: ModelManifest, provenance: Mapping[str, str]
+    ) -> Added:
+        """Add a model as an adapter of the chain of `base`, with the tokenizer files of the folder `model`."""
+
+        def make() -> ModelManifest:
+            self._check_unchanged(base)
+            with Checkpoint(model) as checkpoint:
+                files = {each: self._objects.put(path) for each, path in checkpoint.other_files.items() if each != CONFIG}
+            stored = self._put_adapter(name, adapter, base.name)
+            return replace(stored, files={CONFIG: base.files[CONFIG], **files})
+
+        return self._add(name, make, provenance)
+
+    def add_sharing(
+        self, name: str, model: Path, places: Collection[BlockPlace], base: ModelManifest, provenance: Mapping[str, str]
+    ) -> Added:
+        """Add a checkpoint with the blocks of `base` at some places in place of its own."""
+
+        def make() -> ModelManifest:
+            self._check_unchanged(base)
+            shared = {each.place: each.object for each in base.chain if each.place in places}
+            return self._put_checkpoint(name, model, _ignore, shared)
+
+        return self._add(name, make, provenance)
+
+    def _check_unchanged(self, base: ModelManifest) -> None:
+        """What was measured with a base is true of that chain only."""
+        if self.manifest(base.name).chain != base.chain:
+            raise NotAdmitted(f"{base.name} was replaced while a model was measured against it: try again")
+
+    def check_name(self, name: str) -> None:
+        """Raises `NotAdmitted` if a new model cannot have it."""
         if NAME.fullmatch(name) is None:
             raise NotAdmitted(f"{name!r:.80} is no name of a model: expected letters, digits, dots, dashes, at most 100")
+        if (self._models / f"{name}.json").exists():
+            raise NotAdmitted(f"the zoo has a model {name}: remove it first, or choose another name")
+
+    def _add(self, name: str, make: Callable[[], ModelManifest], provenance: Mapping[str, str]) -> Added:
+        self.check_name(name)
         with self._locked():
-            if (self._models / f"{name}.json").exists():
-                raise NotAdmitted(f"the zoo has a model {name}: remove it first, or choose another name")
+            self.check_name(name)
             known = {each.sha256 for manifest in self.manifests() for each in manifest.objects}
-            if is_adapter(source):
-                manifest = self._put_adapter(name, source, base)
-            elif base is not None:
-                raise NotAdmitted(f"{source.name} is no PEFT adapter: a base is for adapters")
-            elif source.suffix == ".gguf":
-                manifest = self._put_gguf(name, source, progress)
-            else:
-                manifest = self._put_checkpoint(name, source, progress)
+            manifest = make()
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            manifest = replace(manifest, provenance={"source": source.name, "added": now, **manifest.provenance})
+            manifest = replace(manifest, provenance={"added": now, **manifest.provenance, **provenance})
             self._objects.write_file(self._models / f"{name}.json", manifest.encode())
         new = {each.sha256: each.size for each in manifest.objects if each.sha256 not in known}
         blocks = {block.object.sha256 for block in manifest.chain}
         return Added(manifest, len(blocks & new.keys()), sum(new.values()))
 
-    def _put_checkpoint(self, name: str, source: Path, progress: Progress) -> ModelManifest:
-        with Checkpoint(source) as checkpoint:
-            self._check_family(checkpoint, source)
-            blocks = partition(checkpoint.names)
-            self._check_complete(source)
-            chain = []
-            for done, (place, names) in enumerate(blocks.items()):
-                tensors = {own: checkpoint.tensor(each).contiguous() for own, each in names.items()}
-                chain.append(ChainBlock(place, self._objects.put(safetensors.torch.save(tensors))))
-                progress(str(place), done + 1, len(blocks))
-            files = {each: self._objects.put(path) for each, path in checkpoint.other_files.items()}
-        return ModelManifest(name=name, chain=tuple(chain), files=files)
-
-    def _put_gguf(self, name: str, source: Path, progress: Progress) -> ModelManifest:
-        """As the plain weights that it stands for."""
+    @contextmanager
+    def opened(self, source: Path, progress: Progress = _ignore) -> Iterator[Path]:
+        """The folder of a model: the source, or the plain weights that a GGUF file stands for. Raises `NotAdmitted`."""
+        if source.suffix != ".gguf":
+            yield source
+            return
         with tempfile.TemporaryDirectory(dir=self._root / "scratch") as place:
             progress("converting", 0, 1)
             try:
                 convert_gguf(source, Path(place) / "model")
             except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
                 raise NotAdmitted(f"{source.name} cannot be converted: {_first_line(error)}") from None
-            return self._put_checkpoint(name, Path(place) / "model", progress)
+            yield Path(place) / "model"
+
+    def describe_blocks(self, source: Path) -> dict[BlockPlace, StoredObject]:
+        """The blocks that a checkpoint has; nothing is stored. Raises `NotAdmitted` if it does not fit this zoo."""
+        with Checkpoint(source) as checkpoint:
+            self._check_family(checkpoint, source)
+            blocks = partition(checkpoint.names)
+            self._check_complete(source)
+            return {place: describe(_block_content(checkpoint, names)) for place, names in blocks.items()}
+
+    def _put_checkpoint(
+        self, name: str, source: Path, progress: Progress, shared: Mapping[BlockPlace, StoredObject] = _NONE
+    ) -> ModelManifest:
+        """`shared`: blocks in place of its own."""
+        with Checkpoint(source) as checkpoint:
+            self._check_family(checkpoint, source)
+            blocks = partition(checkpoint.names)
+            self._check_complete(source)
+            chain = []
+            for done, (place, names) in enumerate(blocks.items()):
+                stored = shared.get(place) or self._objects.put(_block_content(checkpoint, names))
+                chain.append(ChainBlock(place, stored))
+                progress(str(place), done + 1, len(blocks))
+            files = {each: self._objects.put(path) for each, path in checkpoint.other_files.items()}
+        return ModelManifest(name=name, chain=tuple(chain), files=files)
 
     def _put_adapter(self, name: str, source: Path, base: str | None) -> ModelManifest:
         if base is None:
             raise NotAdmitted(f"{source.name} is a PEFT adapter: name the model of the zoo that it was made for, with --base")
-        of_base = self.manifest(base)
-        if of_base.adapter:
-            raise NotAdmitted(f"{base} has an adapter itself: an adapter is added to a model without one")
+        of_base = self.plain_manifest(base)
         read_json(source / ADAPTER_CONFIG)
         if not (source / ADAPTER_TENSORS).is_file():
             raise NotAdmitted(
@@ -194,6 +262,13 @@ class Zoo:
             )
         adapter = {each: self._objects.put(source / each) for each in (ADAPTER_CONFIG, ADAPTER_TENSORS)}
         return replace(of_base, name=name, adapter=adapter, provenance={"base": base})
+
+    def plain_manifest(self, base: str) -> ModelManifest:
+        """Of a model without an adapter. Raises `NotAdmitted`."""
+        found = self.manifest(base)
+        if found.adapter:
+            raise NotAdmitted(f"{base} has an adapter itself: an adapter is added to a model without one")
+        return found
 
     def _check_family(self, checkpoint: Checkpoint, source: Path) -> None:
         """A zoo has models of one architecture with one tokenizer."""
@@ -208,7 +283,7 @@ class Zoo:
                     )
             file = checkpoint.tokenizer_file
             stored = manifest.files.get(file)
-            if stored is not None and _tokens(checkpoint.other_files[file], file) != _tokens(self._path(stored), file):
+            if stored is not None and _tokens(checkpoint.other_files[file], file) != _tokens(self.path(stored), file):
                 raise NotAdmitted(
                     f"{source.name} has another tokenizer than the models of this zoo ({file} differs): expected equal tokens"
                 )
@@ -275,32 +350,69 @@ class Zoo:
 
     # Use
 
-    def _path(self, object: StoredObject) -> Path:
+    def path(self, object: StoredObject) -> Path:
+        """Of a block or another file. Raises `BadZoo`."""
         path = self._objects.path(object)
         if not path.is_file():
-            raise BadZoo(f"an object of the zoo is missing ({object.sha256[:12]}): `symbiosis zoo verify` says of which models")
+            raise BadZoo(f"an object of the zoo is missing ({object.sha256[:12]}): {_VERIFY}")
         return path
 
     def read(self, object: StoredObject) -> bytes:
         """Raises `BadZoo`."""
-        return self._path(object).read_bytes()
+        return self.path(object).read_bytes()
+
+    def block_tensors(self, object: StoredObject) -> dict[str, Tensor]:
+        """Of a block, by their names within it. Raises `BadZoo`."""
+        try:
+            found: dict[str, Tensor] = safetensors.torch.load_file(self.path(object))
+        except SafetensorError:
+            raise BadZoo(f"a block of the zoo cannot be read ({object.sha256[:12]}): {_VERIFY}") from None
+        return found
+
+    def check_content(self, manifest: ModelManifest) -> None:
+        """Hash all that a model has. Raises `BadZoo` if something is missing or was changed."""
+        for sha256, what in self._objects.verify(manifest.objects).items():
+            raise BadZoo(f"a block of {manifest.name} {what} ({sha256[:12]}): {_VERIFY}")
 
     def tensors(self, manifest: ModelManifest) -> dict[str, Tensor]:
         """All tensors of a chain, by the names of the model. Those of equal blocks of other models are other objects."""
         found: dict[str, Tensor] = {}
         for block in manifest.chain:
-            for name, tensor in safetensors.torch.load_file(self._path(block.object)).items():
+            for name, tensor in self.block_tensors(block.object).items():
                 found[name_in_model(name, block.place)] = tensor
         return found
 
     def load(self, name: str) -> PreTrainedModel:
-        """A model without its adapter, equal to the checkpoint that was added."""
+        """A model, equal to the checkpoint that was added. What was stored as a low-rank difference is merged into its base; of
+        a PEFT adapter it is the model that it was made for.
+        """
         manifest = self.manifest(name)
-        config = AutoConfig.for_model(**json.loads(self._path(manifest.files[CONFIG]).read_bytes()))
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        model = self.load_chain(manifest)
+        if manifest.is_difference:
+            with self.adapter_folder(manifest) as folder:
+                merge_adapter(model, folder)
+        return model
+
+    def load_chain(self, manifest: ModelManifest) -> PreTrainedModel:
+        """The model of a chain, without an adapter."""
+        config = AutoConfig.for_model(**json.loads(self.path(manifest.files[CONFIG]).read_bytes()))
+        model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None, config=config, state_dict=self.tensors(manifest), dtype="auto"
         )
         return model.eval()
+
+    @contextmanager
+    def adapter_folder(self, manifest: ModelManifest) -> Iterator[Path]:
+        """The files of a model's adapter, or of its low-rank difference, under the names that PEFT reads."""
+        with tempfile.TemporaryDirectory() as place:
+            for each, stored in manifest.adapter.items():
+                shutil.copyfile(self.path(stored), Path(place) / each)
+            yield Path(place)
+
+
+def _block_content(checkpoint: Checkpoint, names: Mapping[str, str]) -> bytes:
+    content: bytes = safetensors.torch.save({own: checkpoint.tensor(each).contiguous() for own, each in names.items()})
+    return content
 
 
 def _tokens(path: Path, file: str) -> Any:

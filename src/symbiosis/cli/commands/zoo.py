@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from symbiosis.cli.commands import zoo_policies
+from symbiosis.cli.demo_data import read_demo_text
+from symbiosis.cli.loss_plot import check_plot_file
 from symbiosis.cli.tables import print_fitting
 from symbiosis.cli.views.surrogates import show_surrogates
+from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
     from symbiosis.zoo.zoo import Progress as Report
@@ -57,18 +61,70 @@ def add(
     ],
     name: Annotated[str | None, typer.Option(help="(default: that of the folder or file)", show_default=False)] = None,
     base: Annotated[
-        str | None, typer.Option(help="The model of the zoo that an adapter was made for.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The model that an adapter was made for; with --may-lose, the one to compare with (default: the nearest).",
+            show_default=False,
+        ),
     ] = None,
+    may_lose: Annotated[
+        float,
+        typer.Option(
+            help="Share of the loss gain over its base that a smaller chain may lose; nats per token where it has none. "
+            "0 is exact."
+        ),
+    ] = 0.0,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plain text of the kind that the model is for, some thousand tokens (default: the texts of the demo).",
+            show_default=False,
+        ),
+    ] = None,
+    recovery_steps: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=100_000,
+            help="Train a low-rank difference that keeps too little for so many steps, on what is left of the text. 0: none.",
+        ),
+    ] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write what was measured.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot what was measured.", show_default=False)] = None,
 ) -> None:
-    """Add a model. Blocks that another model of the zoo has are not stored again."""
+    """Add a model. Blocks that another model of the zoo has are not stored again; with --may-lose, a low-rank difference of
+    another model, or blocks of it, may stand for the model.
+    """
+    if plot is not None:
+        check_plot_file(plot)
+    with err.status("Starting"):
+        from symbiosis.cli.views.admission_view import plot_report, print_report
+        from symbiosis.zoo.admission.admission import admit, check_may_lose
+        from symbiosis.zoo.admission.calibration import read_text
+        from symbiosis.zoo.differences.recovery import RecoveryConfig
+    check_may_lose(may_lose)
+    sample = (text.name, read_text(text)) if text is not None else ("the demo's texts", read_demo_text())
     zoo, name = _open(folder, create=True), name or source.resolve().stem
     with _progress(f"Adding {name}") as report:
-        added = zoo.add(name, source, base=base, progress=report)
-    whole = added.manifest.size
+        recovery = RecoveryConfig(steps=recovery_steps) if recovery_steps else None
+        admission = admit(zoo, name, source, may_lose=may_lose, text=sample, base=base, recovery=recovery, progress=report)
+    print_report(admission.report)
+    added, whole = admission.added, admission.added.manifest.size
     typer.echo(
         f"{name}: {added.new_blocks} of {len(added.manifest.chain)} blocks are new, {added.new_bytes / 1e6:,.1f} MB instead of "
         f"{whole / 1e6:,.1f}"
     )
+    if json_file is not None:
+        _write_json(json_file, admission.report.as_json())
+    if plot is not None:
+        plot_report(admission.report, plot)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise SymbiosisError(f"the model is in the zoo, but {file} cannot be written: {error.strerror}") from None
 
 
 @app.command("list", epilog="Example: symbiosis zoo list ./zoo")
@@ -89,7 +145,7 @@ def list_models(folder: Folder) -> None:
                 "blocks": str(len(manifest.chain)),
                 "shared": str(sum(bool(users[block.object.sha256]) for block in manifest.chain)),
                 "MB": f"{manifest.size / 1e6:,.1f}",
-                "adapter of": escape(manifest.provenance.get("base", "")),
+                "adapter of": escape(manifest.provenance.get("base", "")) if manifest.adapter else "",
                 "added": escape(manifest.provenance.get("added", "")),
             }
             table.add_row(*(cells[column] for column in columns))
@@ -148,9 +204,16 @@ def surrogate(
     zoo = _open(folder)
     with err.status("Loading"):
         from symbiosis.models.device_dtype import resolve_device
-        from symbiosis.zoo.block_modules import Piece, module_path
-        from symbiosis.zoo.distillation import Training
-        from symbiosis.zoo.surrogate import check_keep, load_tokenizer, make_surrogates, read_text, store_surrogate, tokenize
+        from symbiosis.zoo.surrogates.block_modules import Piece, module_path
+        from symbiosis.zoo.surrogates.distillation import Training
+        from symbiosis.zoo.surrogates.surrogate import (
+            check_keep,
+            load_tokenizer,
+            make_surrogates,
+            read_text,
+            store_surrogate,
+            tokenize,
+        )
 
         piece, place = Piece.parse(block), resolve_device(device)
         check_keep(keep)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.zoo.activations import Activations, added
-from symbiosis.zoo.block_modules import Piece, PieceKind, decoder_layers, module_path, replace_module
+from symbiosis.zoo.surrogates.activations import Activations, added
+from symbiosis.zoo.surrogates.block_modules import Piece, PieceKind, decoder_layers, module_path, replace_module
 
 # S = sequences, T = tokens of each, V = vocabulary
 ROWS = (1, 16, 128)

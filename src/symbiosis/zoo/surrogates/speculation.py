@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from symbiosis.zoo.block_modules import Piece, PieceKind, module_path, replace_module
 from symbiosis.zoo.errors import CannotSpeculate
-from symbiosis.zoo.speculated_block import SpeculatedBlock
+from symbiosis.zoo.surrogates.block_modules import Piece, PieceKind, module_path, replace_module
+from symbiosis.zoo.surrogates.speculated_block import SpeculatedBlock
 
 # V = vocabulary
 MODES = ("exact", "cosine")

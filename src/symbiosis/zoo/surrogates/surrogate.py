@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from symbiosis.models.loading import build_meta_model, shared_copy
-from symbiosis.zoo.activations import output_sensitivity, record
-from symbiosis.zoo.block_modules import Piece, module_path, replace_module
-from symbiosis.zoo.chain_comparison import ChainDifference, compare_chains, output_cosine, time_shares
 from symbiosis.zoo.checkpoint import CONFIG
-from symbiosis.zoo.distillation import Training, parts_of, prune, train
 from symbiosis.zoo.errors import BadZoo, NoSurrogate
 from symbiosis.zoo.manifest import StoredSurrogate
-from symbiosis.zoo.pruning import smaller_copy
+from symbiosis.zoo.surrogates.activations import output_sensitivity, record
+from symbiosis.zoo.surrogates.block_modules import Piece, module_path, replace_module
+from symbiosis.zoo.surrogates.chain_comparison import ChainDifference, compare_chains, output_cosine, time_shares
+from symbiosis.zoo.surrogates.distillation import Training, parts_of, prune, train
+from symbiosis.zoo.surrogates.pruning import smaller_copy
 from symbiosis.zoo.zoo import Zoo
 
 # S = sequences, T = tokens of each
@@ -172,8 +172,6 @@ def load_surrogate(zoo: Zoo, name: str, piece: Piece | str) -> nn.Module:
     config._attn_implementation = config._attn_implementation or "sdpa"
     skeleton = build_meta_model(config)
     try:
-        return smaller_copy(
-            skeleton.get_submodule(module_path(skeleton, piece)), safetensors.torch.load(zoo.read(stored.object))
-        )
+        return smaller_copy(skeleton.get_submodule(module_path(skeleton, piece)), zoo.block_tensors(stored.object))
     except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError):
         raise BadZoo(f"the surrogate of {piece} of {name} does not fit the model: was the zoo changed?") from None

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.zoo.activations import Activations, added
-from symbiosis.zoo.block_modules import Piece, PieceKind, module_name
 from symbiosis.zoo.errors import NoSurrogate
-from symbiosis.zoo.pruning import (
+from symbiosis.zoo.surrogates.activations import Activations, added
+from symbiosis.zoo.surrogates.block_modules import Piece, PieceKind, module_name
+from symbiosis.zoo.surrogates.pruning import (
     head_shapes,
     is_prunable_attention,
     is_prunable_ffn,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.zoo.block_modules import Piece, PieceKind, decoder_layers, first_tensor, module_path
+from symbiosis.zoo.surrogates.block_modules import Piece, PieceKind, decoder_layers, first_tensor, module_path
 
 # S = sequences, T = tokens of each, D = model width
 _OF_CACHE = ("past_key_values", "past_key_value", "use_cache", "cache_position")

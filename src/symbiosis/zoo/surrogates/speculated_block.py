@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from symbiosis.zoo.block_modules import Piece, PieceKind, first_tensor
+from symbiosis.zoo.surrogates.block_modules import Piece, PieceKind, first_tensor
 
 # n = rows of a pass, D = model width
 _CACHE = "past_key_values"
