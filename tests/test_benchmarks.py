@@ -190,6 +190,7 @@ def test_the_simulation_of_a_cluster_is_compared_with_its_baselines(tmp_path):
     assert json.loads((tmp_path / "cluster-decisions-tiny.json").read_text())["decisions"] == 50
 
 
+@pytest.mark.slow
 def test_zoos_are_simulated_and_compared(tmp_path):
     zoo_simulation.main(["--tiny", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "zoo-simulation-10.json").read_text())
@@ -200,6 +201,7 @@ def test_zoos_are_simulated_and_compared(tmp_path):
         assert (tmp_path / f"zoo-simulation-{name}.json").is_file()
 
 
+@pytest.mark.slow
 def test_serving_a_zoo_is_compared_with_engines_of_one_model_and_resumed(tmp_path):
     zoo_serving.main(["tiny", "--out", str(tmp_path), "--mixes", "shared"])
     first = json.loads((tmp_path / "zoo-serving-tiny.json").read_text())
@@ -213,6 +215,7 @@ def test_serving_a_zoo_is_compared_with_engines_of_one_model_and_resumed(tmp_pat
     assert (tmp_path / "zoo-serving-tiny.png").is_file()
 
 
+@pytest.mark.slow
 def test_adapter_loads_are_counted_and_can_be_plotted(tmp_path):
     adapter_loads.main(["--tiny", "--systems", "symbiosis", "--out", str(tmp_path)])
     (written,) = tmp_path.glob("*.json")
@@ -328,6 +331,7 @@ def test_plans_are_compared_with_measured_memory(tmp_path):
     assert all(run["measured_bytes"] > 0 for run in record["runs"])
 
 
+@pytest.mark.slow
 def test_surrogates_are_made_and_measured_in_pieces(tmp_path):
     arguments = ["--tiny", "--out", str(tmp_path), "--zoo", str(tmp_path / "zoo" / "here")]
     zoo_surrogates.main(arguments)
@@ -338,6 +342,7 @@ def test_surrogates_are_made_and_measured_in_pieces(tmp_path):
     assert json.loads((tmp_path / "zoo_surrogates.json").read_text())["surrogates"] == first["surrogates"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_speculation_over_a_link_has_the_same_tokens(tmp_path):
     zoo_speculation.main(["--tiny", "--out", str(tmp_path)])
@@ -346,6 +351,7 @@ def test_speculation_over_a_link_has_the_same_tokens(tmp_path):
     assert (tmp_path / "zoo_speculation.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_zoo_of_fine_tunes_is_made_and_measured_in_pieces(tmp_path):
     options = ["--tiny", "--build", str(tmp_path / "build"), "--out", str(tmp_path)]
     zoo_admission.main([*options, "--minutes", "0"])

@@ -17,6 +17,7 @@ PROMPTS = ["The capital of France is", "Once upon a time, in a village by the se
 COUNT = 12
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_fine_tunes_of_the_default_model_say_what_transformers_says(real_cache, tmp_path):
     folder = default_model_folder()

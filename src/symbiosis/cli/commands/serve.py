@@ -60,7 +60,7 @@ def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
 
 @app.command(
     cls=_Serve,
-    epilog="Examples: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http   symbiosis serve --zoo ./zoo",
+    epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --http   Of a zoo: symbiosis serve --zoo ./zoo",
 )
 def serve(
     ctx: typer.Context,
