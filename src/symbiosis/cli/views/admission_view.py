@@ -89,5 +89,6 @@ def plot_report(report: AdmissionReport, file: Path) -> None:
     axes.set(xlabel="MB that it takes", ylabel="loss, nats per token", title=report.name)
     axes.set_xscale("symlog")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if report.predict is not None:  # a model that the zoo has needs no measurement
+        axes.legend()
     save_figure(figure, file)
