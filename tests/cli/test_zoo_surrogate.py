@@ -55,7 +55,7 @@ def test_what_is_wrong_is_one_line_and_changes_nothing(run, zoo, tmp_path):
         (("--block", "head", "--text", text), "'head' is no block"),
         (("--block", "ffn 1", "--text", text, "--keep", "3"), "keep=3: expected a share"),
         (("--block", "ffn 1", "--text", tmp_path / "none.txt"), "none.txt cannot be read"),
-        (("--block", "ffn 1", "--text", tmp_path / "bytes.txt"), "no text in UTF-8"),
+        (("--block", "ffn 1", "--text", tmp_path / "bytes.txt"), "not UTF-8"),
         (("--block", "ffn 1", "--text", tmp_path / "short.txt"), "expected at least"),
     ):
         output = run("surrogate", zoo, "base", *options, status=1)

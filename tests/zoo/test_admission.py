@@ -14,10 +14,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from symbiosis.zoo.admission.admission import admit, first_true, tokenize
 from symbiosis.zoo.admission.block_sharing import BlockSharing
-from symbiosis.zoo.admission.calibration import Measurement, ReferenceModel, cut_windows, read_text
+from symbiosis.zoo.admission.calibration import Measurement, ReferenceModel, cut_windows
 from symbiosis.zoo.admission.report import Limit, Verdict
-from symbiosis.zoo.errors import BadZoo, NotAdmitted, UnknownZooModel
+from symbiosis.zoo.errors import BadText, BadZoo, NotAdmitted, UnknownZooModel
 from symbiosis.zoo.partition import BlockKind
+from symbiosis.zoo.text_file import read_text
 from tests.zoo.conftest import fine_tuned, make_model, make_text, save_tokenizer, train
 from tests.zoo.test_zoo import assert_equal, contents
 
@@ -255,7 +256,7 @@ def test_an_absurd_limit_is_one_line_and_changes_nothing(
 def test_a_text_that_cannot_be_read_or_is_too_short_is_one_line(zoo_with_base, save_with_tokenizer, trained, tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     for path, says in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (tmp_path / "bytes", "not UTF-8")):
-        with pytest.raises(NotAdmitted, match=says):
+        with pytest.raises(BadText, match=says):
             read_text(path)
     before = contents(tmp_path / "zoo")
     folder = save_with_tokenizer(trained, "tuned")

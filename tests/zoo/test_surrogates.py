@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from symbiosis.zoo.errors import BadZoo, NoSurrogate, UnknownBlock
+from symbiosis.zoo.errors import BadText, BadZoo, NoSurrogate, UnknownBlock
 from symbiosis.zoo.surrogates.activations import output_sensitivity, record
 from symbiosis.zoo.surrogates.block_modules import Piece, module_path, replace_module
 from symbiosis.zoo.surrogates.chain_comparison import compare_chains
@@ -15,11 +15,11 @@ from symbiosis.zoo.surrogates.pruning import HeadShape, head_shapes
 from symbiosis.zoo.surrogates.surrogate import (
     load_surrogate,
     make_surrogates,
-    read_text,
     store_surrogate,
     surrogate_chain,
     tokenize,
 )
+from symbiosis.zoo.text_file import read_text
 from tests.zoo.conftest import CONFIG, fine_tuned, make_model
 
 PIECES = ("ffn 1", "attention 2", "layer 3")
@@ -148,10 +148,10 @@ def test_an_architecture_without_such_layers_is_one_line(ids):
 
 
 def test_text_that_cannot_be_read_or_is_too_short_is_one_line(tmp_path):
-    with pytest.raises(NoSurrogate, match="No such file"):
+    with pytest.raises(BadText, match="No such file"):
         read_text(tmp_path / "none.txt")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(NoSurrogate, match="no text in UTF-8"):
+    with pytest.raises(BadText, match="not UTF-8"):
         read_text(tmp_path / "bytes.txt")
     with pytest.raises(NoSurrogate, match="expected at least 2560"):
         tokenize(lambda text, **_: {"input_ids": [1] * 2000}, "", 10_000)

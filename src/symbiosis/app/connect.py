@@ -52,16 +52,8 @@ def connect(
         raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations are sent in plain form")
     if mode not in MODES:
         raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    wire_format = WireFormat.parse(wire)
-    hello, place, own_dtype = {"name": name or ""}, resolve_device(device or "cpu"), resolve_dtype(dtype)
-    link: Link
-    if isinstance(address, Executor):
-        _require_exact(wire_format, "an executor of this process")
-        link = address.link(hello)
-        welcome: dict[str, Any] = {"limits": address.limits.to_json()}
-    else:
-        opened = _open_link(address, wire_format, token=token, hello=hello, grace_s=grace_s)
-        link, welcome = opened, opened.welcome
+    wire_format, place, own_dtype = WireFormat.parse(wire), resolve_device(device or "cpu"), resolve_dtype(dtype)
+    link, welcome = _link_to(address, wire_format, token=token, hello={"name": name or ""}, grace_s=grace_s)
     try:
         return assemble(link, welcome, place, mode, own_dtype)
     except BaseException:
@@ -86,20 +78,24 @@ def connect_blocks(
     `connect`. Raises `CannotSplit` if the executor serves other weights.
     """
     paths = [module_path(model, Piece.parse(block)) for block in blocks]
-    wire_format, hello = WireFormat.parse(wire), {"name": name or ""}
-    link: Link
-    if isinstance(address, Executor):
-        _require_exact(wire_format, "an executor of this process")
-        link = address.link(hello)
-        welcome: dict[str, Any] = {"limits": address.limits.to_json()}
-    else:
-        opened = _open_link(address, wire_format, token=token, hello=hello, grace_s=grace_s)
-        link, welcome = opened, opened.welcome
+    wire_format = WireFormat.parse(wire)
+    link, welcome = _link_to(address, wire_format, token=token, hello={"name": name or ""}, grace_s=grace_s)
     try:
         return attach(link, welcome, model, paths)
     except BaseException:
         link.close()
         raise
+
+
+def _link_to(
+    address: str | Sequence[str] | Executor, wire: WireFormat, *, hello: dict[str, Any], **options: Any
+) -> tuple[Link, dict[str, Any]]:
+    """A link, and what its executor says of itself."""
+    if isinstance(address, Executor):
+        _require_exact(wire, "an executor of this process")
+        return address.link(hello), {"limits": address.limits.to_json()}
+    link = _open_link(address, wire, hello=hello, **options)
+    return link, link.welcome
 
 
 def _require_exact(wire: WireFormat, place: str) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
+from symbiosis.models.loading import load_tokenizer
 from symbiosis.planning.memory_check import check_fits, free_memory
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.quantities import format_bytes
@@ -86,10 +86,7 @@ class ServedZoo:
 
     def tokenizer(self) -> Any:
         """Of the default model; None without one."""
-        try:
-            return AutoTokenizer.from_pretrained(self._default_folder, trust_remote_code=False)
-        except Exception:  # noqa: BLE001 - a model without a tokenizer is valid
-            return None
+        return load_tokenizer(str(self._default_folder))
 
     @property
     def bytes_held(self) -> int:

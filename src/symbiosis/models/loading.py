@@ -73,7 +73,7 @@ def load_model_and_tokenizer(
             "a hub id, or None for the default model"
         )
     folder = str(default_model_folder()) if is_default(source) else str(source)
-    return _load_pretrained(folder, device, dtype), _load_tokenizer(folder)
+    return _load_pretrained(folder, device, dtype), load_tokenizer(folder)
 
 
 def load_for_hosting(
@@ -175,7 +175,8 @@ def model_class_of(config: Any) -> Any:
     return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
 
 
-def _load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Any:
+    """None for a model without one."""
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception:  # noqa: BLE001 - a model without a tokenizer is valid: `tokenizer()` raises

@@ -21,6 +21,10 @@ class ZooFull(BadZoo, code="zoo_full"):
     """The disk of the zoo has no space left: nothing was added."""
 
 
+class BadText(SymbiosisError, code="bad_text"):
+    """A calibration text cannot be read, or is no plain text."""
+
+
 class UnknownBlock(SymbiosisError, code="unknown_block"):
     """The model has no block of this name."""
 

@@ -100,8 +100,8 @@ def add(
     with err.status("Starting"):
         from symbiosis.cli.views.admission_view import plot_report, print_report
         from symbiosis.zoo.admission.admission import admit, check_may_lose
-        from symbiosis.zoo.admission.calibration import read_text
         from symbiosis.zoo.differences.recovery import RecoveryConfig
+        from symbiosis.zoo.text_file import read_text
     check_may_lose(may_lose)
     sample = (text.name, read_text(text)) if text is not None else ("the demo's texts", read_demo_text())
     zoo, name = _open(folder, create=True), name or source.resolve().stem
@@ -210,10 +210,10 @@ def surrogate(
             check_keep,
             load_tokenizer,
             make_surrogates,
-            read_text,
             store_surrogate,
             tokenize,
         )
+        from symbiosis.zoo.text_file import read_text
 
         piece, place = Piece.parse(block), resolve_device(device)
         check_keep(keep)

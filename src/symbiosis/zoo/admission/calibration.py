@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ MAX_WINDOWS = 24
 _MIN_WINDOWS = 2
 _ROWS = 1024
 """Tokens of one pass: their logits are in memory."""
-_MAX_TEXT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,20 +43,6 @@ class CalibrationText:
     @property
     def confirm(self) -> Tensor:
         return self.windows_NT[1::2]
-
-
-def read_text(path: Path) -> str:
-    """Raises `NotAdmitted`."""
-    try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise NotAdmitted(
-                f"the text {path.name} has more than {_MAX_TEXT_BYTES >> 20} MiB: expected a sample of plain text"
-            )
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise NotAdmitted(f"the text {path.name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise NotAdmitted(f"the text {path.name} is not UTF-8: expected plain text") from None
 
 
 def cut_windows(name: str, text: str, ids: list[int], window: int = WINDOW) -> CalibrationText:

@@ -30,7 +30,6 @@ Report = Callable[[str, int, int], None]
 SEQUENCE_TOKENS = 256
 _BATCH = 8
 _SENSITIVITY_SEQUENCES = 8
-_MAX_TEXT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,18 +117,6 @@ def surrogate_chain(model: PreTrainedModel, piece: Piece, surrogate: nn.Module) 
     made = shared_copy(model)
     replace_module(made, module_path(made, piece), surrogate)
     return made
-
-
-def read_text(path: Path) -> str:
-    """Raises `NoSurrogate`."""
-    try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise NoSurrogate(f"{path.name} has more than {_MAX_TEXT_BYTES >> 20} MiB: expected a smaller text")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise NoSurrogate(f"{path.name} is no text in UTF-8: expected plain text as the model will see it") from None
-    except OSError as error:
-        raise NoSurrogate(f"{path.name} cannot be read: {error.strerror}") from None
 
 
 def tokenize(tokenizer: Any, text: str, tokens: int, *, length: int = SEQUENCE_TOKENS) -> tuple[Tensor, Tensor]:
